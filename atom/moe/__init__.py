@@ -1,0 +1,1 @@
+"""The expert-parallel MoE layer: dispatch, expert GEMM, combine, behind one protocol."""

@@ -1,0 +1,1 @@
+"""What a token row looks like on the dispatch wire, how it is quantized, and what cannot fit."""
