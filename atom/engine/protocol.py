@@ -2,11 +2,70 @@
 
 Down, router to one worker: :class:`Submit`, :class:`Cancel`, :class:`Wake`, :class:`Stop`.
 Up, worker to router: :class:`Ready`, :class:`Step`, :class:`Failed`.
+
+Sockets (ZMQ, one frame a message). The router binds all of them; a worker connects a PUSH socket to ``up``, which all
+workers share, and a PULL socket to the ``down`` of its own rank. Both keep the order in which messages were sent. A
+worker connects before it does anything that can fail, and closes with a linger of a few seconds, so that its
+:class:`Failed` arrives. It exits 0 after :class:`Stop`, 2 after a refused launch, 1 otherwise.
+
+A worker gets its :class:`WorkerConfig` as one line of JSON on standard input: :mod:`atom.engine.bootstrap`.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+
+class RouterAddresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the router listens.
+
+    Attributes:
+        up: of the PULL socket that all workers send to.
+        down: of the PUSH socket of each rank, in rank order.
+        lifeline: ``host:port`` of a TCP socket that a worker on another host keeps open while it lives, so that
+            either side notices the other's end; None when all workers are the router's own child processes.
+    """
+
+    up: str
+    down: list[str]
+    lifeline: str | None = None
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one rank's process is told at its start.
+
+    Attributes:
+        rank: which. world_size: number of ranks.
+        local_rank: which on this host. local_world_size: number of ranks on this host.
+        model: directory of the model in Hugging Face layout, or the name of a bundled one.
+        load_format: "auto" reads the weights, "dummy" draws random ones from the config alone.
+        max_model_len: longest prompt plus generation; None takes the model's own limit.
+        max_num_seqs: requests in one rank's batch. max_num_batched_tokens: tokens in one rank's step.
+        device: "auto", "cpu" or "cuda".
+        seed: of dummy weights, and of requests that bring none.
+        log_level: least severity that is logged: "debug", "info", "warning" or "error".
+        store_port: port of the rendezvous store on this host, hosted by rank 0; None takes torchrun's environment.
+        store_fd: inherited listening socket of that store, for rank 0.
+        router: where the router listens; None asks the store, to which rank 0 publishes it.
+        prints_refusal: no router runs on this host, so the worker itself writes a refused launch to stderr.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    model: str
+    load_format: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    seed: int
+    log_level: str
+    store_port: int | None = None
+    store_fd: int | None = None
+    router: RouterAddresses | None = None
+    prints_refusal: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
