@@ -1,0 +1,206 @@
+"""Attention over transformers' paged cache on CPU, each request on its own keys.
+
+transformers' sdpa path multiplies every query of a batch with every key of the batch and masks the products of different
+requests away. Here a request reads only its own keys, and needs no mask: short queries (decode steps) in one compiled
+loop over the whole batch, long ones (prompts) through torch's fused attention, a request at a time.
+
+Shape suffixes: Q query tokens of the batch, K key tokens of the batch, G query heads, H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from torch import nn
+from transformers import AttentionInterface
+
+NAME = "atom_paged_cpu"
+"""The name under which the attention is registered in transformers."""
+
+LONG_QUERY = 24
+"""Query tokens of one request from which torch's blocked attention is faster than the compiled loop."""
+
+_LOG2E = np.float32(1.4426950408889634)
+# Coefficients of the degree 5 minimax polynomial of 2**f on [-0.5, 0.5]; relative error under 3e-7.
+_P5, _P4, _P3, _P2, _P1 = (
+    np.float32(1.3333558e-3),
+    np.float32(9.6181291e-3),
+    np.float32(5.5504109e-2),
+    np.float32(2.4022651e-1),
+    np.float32(6.9314718e-1),
+)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _widen(bits: Any) -> Any:
+    """A bf16 as float32: its bits are the upper half."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _narrow(value: Any) -> Any:
+    """Bits of the bf16 nearest to a finite float32, ties to even."""
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16(
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    )
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "nnan", "arcp"})
+def _attend_short(
+    query_QGD: np.ndarray,
+    key_KHD: np.ndarray,
+    value_KHD: np.ndarray,
+    starts_q: np.ndarray,
+    starts_k: np.ndarray,
+    scale: Any,
+    out_QGD: np.ndarray,
+) -> None:
+    """Attention of every request with fewer than LONG_QUERY queries, bf16 bits in and out, float32 inside."""
+    num_heads, size = query_QGD.shape[1], query_QGD.shape[2]
+    group = num_heads // key_KHD.shape[1]
+    scores = np.empty(key_KHD.shape[0], np.float32)
+    q = np.empty(size, np.float32)
+    acc = np.empty(size, np.float32)
+    for request in range(starts_q.shape[0] - 1):
+        first_row, end_row = starts_q[request], starts_q[request + 1]
+        first = starts_k[request]
+        if end_row - first_row >= LONG_QUERY:
+            continue
+        for step in range((end_row - first_row) * num_heads):
+            row, head = first_row + step // num_heads, step % num_heads
+            # Queries are the last tokens of their request: the last one sees every key, the one before one less.
+            count = starts_k[request + 1] - first - (end_row - 1 - row)
+            kv_head = head // group
+            for d in range(size):
+                q[d] = _widen(query_QGD[row, head, d]) * scale
+            highest = np.float32(-np.inf)
+            for j in range(count):
+                score = np.float32(0)
+                for d in range(size):
+                    score += q[d] * _widen(key_KHD[first + j, kv_head, d])
+                scores[j] = score
+                highest = max(highest, score)
+            total = np.float32(0)
+            for j in range(count):
+                power = max((scores[j] - highest) * _LOG2E, np.float32(-126))
+                whole = np.floor(power + np.float32(0.5))
+                f = power - whole
+                poly = _P5
+                poly = poly * f + _P4
+                poly = poly * f + _P3
+                poly = poly * f + _P2
+                poly = poly * f + _P1
+                poly = poly * f + np.float32(1)
+                exponent = np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23))
+                weight = poly * exponent.view(np.float32)
+                scores[j] = weight
+                total += weight
+            for d in range(size):
+                acc[d] = np.float32(0)
+            for j in range(count):
+                weight = scores[j]
+                for d in range(size):
+                    acc[d] += weight * _widen(value_KHD[first + j, kv_head, d])
+            inverse = np.float32(1) / total
+            for d in range(size):
+                out_QGD[row, head, d] = _narrow(acc[d] * inverse)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for transformers' AttentionInterface.
+
+    Args:
+        module: the attention layer.
+        query: bf16 ``[1, G, Q, D]``, the queries of all requests in a row.
+        key: bf16 ``[1, H, K, D]``, cached and new keys of all requests in a row. value: likewise.
+        attention_mask: unused; the lengths say who attends to what.
+        scaling: factor of the products, ``D ** -0.5`` when None.
+        cu_seq_lens_q: int32 ``[requests + 1]``, where each request's queries start.
+        cu_seq_lens_k: int32 ``[requests + 1]``, where each request's keys start.
+        max_length_q: most queries of one request.
+
+    Returns:
+        bf16 ``[1, Q, G, D]``, and no weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query_QGD = query[0].transpose(0, 1).contiguous()
+    key_KHD = key[0].transpose(0, 1).contiguous()
+    value_KHD = value[0].transpose(0, 1).contiguous()
+    out_QGD = torch.empty_like(query_QGD)
+    starts_q, starts_k = cu_seq_lens_q.numpy(), cu_seq_lens_k.numpy()
+    if max_length_q >= LONG_QUERY:
+        for i in np.flatnonzero(np.diff(starts_q) >= LONG_QUERY):
+            q0, q1, k0, k1 = starts_q[i], starts_q[i + 1], starts_k[i], starts_k[i + 1]
+            out_QGD[q0:q1] = _attend_long(query_QGD[q0:q1], key_KHD[k0:k1], value_KHD[k0:k1], scale)
+    _attend_short(
+        _bits(query_QGD),
+        _bits(key_KHD),
+        _bits(value_KHD),
+        starts_q,
+        starts_k,
+        np.float32(scale),
+        _bits(out_QGD),
+    )
+    return out_QGD.unsqueeze(0), None
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.uint16).numpy()
+
+
+def _attend_long(
+    query_qGD: torch.Tensor, key_kHD: torch.Tensor, value_kHD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    queries, keys = query_qGD.shape[0], key_kHD.shape[0]
+    mask = None
+    if keys != queries:
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    out = F.scaled_dot_product_attention(
+        *(t.transpose(0, 1).unsqueeze(0) for t in (query_qGD, key_kHD, value_kHD)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def use_paged_attention(model: nn.Module) -> bool:
+    """Give a model this attention where it fits: bf16 on CPU, plain causal attention with sdpa's semantics.
+
+    Returns:
+        Whether it was given; otherwise the model keeps its own (sliding windows, attention sinks, a GPU).
+    """
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    plain = set(layer_types) == {"full_attention"} and not (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+    fits = (
+        plain
+        and model.device.type == "cpu"
+        and model.dtype == torch.bfloat16
+        and model._supports_sdpa
+        and not any(hasattr(module, "sinks") for module in model.modules())
+    )
+    if fits:
+        AttentionInterface.register(NAME, paged_attention)
+        model.set_attn_implementation(NAME)
+    return fits

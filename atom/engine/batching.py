@@ -1,0 +1,296 @@
+"""transformers' continuous batching, driven one step at a time by the caller's own loop.
+
+transformers schedules, pages the KV cache, shares prefixes and prepares the tensors; its own loop, threads, queues and
+sampling are left out, since ranks must step together (:mod:`atom.engine.lockstep`) and each request samples from its
+own seed. This module and :mod:`atom.moe.expert_parallel` are the only ones that touch transformers' semi-private doors.
+
+Shape suffixes: Q query tokens of the batch, N requests with a new token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
+
+from atom.engine.attention import use_paged_attention
+from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
+from atom.engine.sampling import RequestSampler, choose, token_logprobs
+
+PAGE_TOKENS = 32
+"""Tokens of one page of the KV cache; prefixes are shared in whole pages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What one rank's batches may hold.
+
+    Attributes:
+        max_model_len: longest prompt plus generation, in tokens.
+        max_num_seqs: requests in one batch.
+        max_num_batched_tokens: query tokens in one batch.
+        kv_tokens: tokens that the KV cache holds.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < self.max_model_len:
+            raise ValueError(
+                f"the KV cache of {self.kv_tokens} tokens cannot hold one request of max_model_len="
+                f"{self.max_model_len}: lower --max-model-len or raise --max-num-seqs."
+            )
+
+
+@dataclass
+class _Request:
+    """What this module keeps of a request beside transformers' own state."""
+
+    sampler: RequestSampler
+    prompt_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be gathered."""
+        return self.sampler.params.prompt_logprobs and len(self.prompt_logprobs) < len(
+            self.prompt_ids
+        )
+
+
+class _StepManager(ContinuousBatchingManager):
+    """Only used to resolve the configuration and build the batch processor; its thread is never started."""
+
+    def switch_to_cb_friendly_attn(
+        self, model: nn.Module, auto_switch_to_flash: bool = True
+    ) -> None:
+        if not use_paged_attention(model):
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash=False)
+
+
+class _SamplingRunner(ModelRunner):
+    """Runs the model and samples each request from its own parameters."""
+
+    def __init__(self, base: ModelRunner, requests: dict[str, _Request]) -> None:
+        super().__init__(
+            logit_processor=base.logit_processor,
+            cb_config=base.cb_config,
+            inputs_and_outputs=base.inputs_and_outputs,
+            cache=base.cache,
+            do_sample=False,
+            return_logprobs=False,
+        )
+        self._requests = requests
+        self.logprobs: list[TokenLogprob | None] = []
+
+    def supports_logits_to_keep(self, model: nn.Module) -> bool:
+        """Prompt log probabilities need the logits of every query token."""
+        if any(self._requests[s.state.request_id].wants_prompt_logprobs for s in self._batch):
+            return False
+        return super().supports_logits_to_keep(model)
+
+    @property
+    def _batch(self) -> list[FutureRequestState]:
+        return self.inputs_and_outputs.requests_in_batch
+
+    def _forward_process_and_sample(
+        self,
+        model: nn.Module,
+        batch_data: dict,
+        carry_over_ids: torch.Tensor,
+        prev_output_ids: torch.Tensor,
+        output_ids: torch.Tensor,
+    ) -> None:
+        logits = model(**batch_data).logits[0].float()
+        samplers = [
+            self._requests[s.state.request_id].sampler for s in self._batch if s.has_new_token
+        ]
+        count = len(samplers)
+        if "logits_to_keep" in batch_data:
+            logits_NV = logits[:count]
+        else:
+            self._gather_prompt_logprobs(logits)
+            logits_NV = logits[batch_data["logits_indices"][:count]]
+        tokens = choose(logits_NV, samplers)
+        self.logprobs = token_logprobs(logits_NV, tokens, [s.params.logprobs for s in samplers])
+        output_ids[0, :count] = torch.tensor(tokens, dtype=output_ids.dtype)
+
+    def _gather_prompt_logprobs(self, logits_QV: torch.Tensor) -> None:
+        start = 0
+        for scheduled in self._batch:
+            length = scheduled.query_length
+            request = self._requests[scheduled.state.request_id]
+            if request.wants_prompt_logprobs:
+                if not request.prompt_logprobs:
+                    request.prompt_logprobs.append(None)
+                # Row i of the logits predicts the prompt token after it; the last row predicts a new token.
+                position = len(request.prompt_logprobs)
+                targets = request.prompt_ids[position : position + length]
+                rows = logits_QV[start : start + len(targets)]
+                counts: list[int | None] = [request.sampler.params.logprobs or 0] * len(targets)
+                request.prompt_logprobs += token_logprobs(rows, targets, counts)
+            start += length
+
+
+class ContinuousBatcher:
+    """The requests of one rank, batched by transformers, stepped by the caller.
+
+    One step is ``prepare()``, then, when it answers True, ``step()``.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, limits: BatchLimits, eos_token_ids: list[int]
+    ) -> None:
+        """Allocate the KV cache.
+
+        Args:
+            model: a causal language model, on its device, in eval mode.
+            limits: see :class:`BatchLimits`.
+            eos_token_ids: tokens that end a request unless it ignores them.
+        """
+        self.model = model
+        self.limits = limits
+        self.eos_token_ids = list(eos_token_ids)
+        self._requests: dict[str, _Request] = {}
+        self._cancelled: list[TokenOutput] = []
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=-(-limits.kv_tokens // PAGE_TOKENS),
+            max_batch_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+            max_requests_per_batch=limits.max_num_seqs,
+            max_blocks_per_request=0,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+            safety_margin=0.0,
+        )
+        # Stop conditions and sampling are each request's own, so the model-wide generation config stays neutral.
+        neutral = GenerationConfig(do_sample=False, eos_token_id=-1)
+        manager = _StepManager(model, neutral, config)
+        self._processor = manager._create_batch_processor()
+        self._runner = _SamplingRunner(self._processor.model_runner, self._requests)
+        self._processor.model_runner = self._runner
+        self._cache = self._processor.cache
+        self._scheduler = self._processor.scheduler
+        self._share_prefixes_but_for_prompt_logprobs()
+
+    def _share_prefixes_but_for_prompt_logprobs(self) -> None:
+        search = self._cache.search_prefix_match
+
+        def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
+            # A shared prefix is not run again, so it would have no logits to report.
+            if self._requests[request_id].wants_prompt_logprobs:
+                return 0
+            return search(request_id, prompt_ids)
+
+        self._cache.search_prefix_match = search_prefix_match
+
+    def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the prompt is empty, or prompt and generation together exceed ``max_model_len``.
+        """
+        total = len(prompt_ids) + params.max_tokens
+        if not prompt_ids or params.max_tokens < 1 or total > self.limits.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens and max_tokens={params.max_tokens} do not fit: both must be "
+                f"at least 1 and together at most max_model_len={self.limits.max_model_len}."
+            )
+        ends = set(params.stop_token_ids) | (
+            set() if params.ignore_eos else set(self.eos_token_ids)
+        )
+        self._requests[request_id] = _Request(RequestSampler(params), prompt_ids)
+        self._scheduler.add_waiting_request(
+            RequestState(
+                request_id=request_id,
+                initial_tokens=list(prompt_ids),
+                max_new_tokens=params.max_tokens,
+                eos_token_id=sorted(ends),
+                streaming=True,
+            )
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """Free a request; one that is gone already is passed over."""
+        if self._requests.pop(request_id, None) is not None:
+            self._scheduler.set_request_cancellation(request_id)
+            self._scheduler.clear_cancelled_requests()
+            self._cancelled.append(TokenOutput(request_id=request_id, finish_reason="cancelled"))
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._requests)
+
+    def take_cancelled(self) -> list[TokenOutput]:
+        """The closing outputs of requests cancelled since the last call."""
+        taken, self._cancelled = self._cancelled, []
+        return taken
+
+    def prepare(self) -> bool:
+        """Schedule the next batch. Returns whether there is one."""
+        return self.has_requests and self._processor.prepare_next_batch()
+
+    def step(self) -> list[TokenOutput]:
+        """Run the batch that :meth:`prepare` scheduled and return what it gave each request."""
+        self._processor._generation_step(self.model)
+        scheduled, tokens, _ = self._processor.inputs_and_outputs.prepare_batch_update()
+        outputs: list[TokenOutput] = []
+        index = 0
+        for future in scheduled:
+            state = future.state
+            if not future.has_new_token:
+                self._cache.mark_complete_blocks(state, future.complete_blocks)
+                continue
+            token, logprob = tokens[index], self._runner.logprobs[index]
+            index += 1
+            state.status = RequestStatus.DECODING
+            finished = state.update_and_check_completion(token, None)
+            self._cache.mark_complete_blocks(state, future.complete_blocks)
+            outputs.append(self._output(state, token, logprob, finished))
+            if finished:
+                self._scheduler.finish_request(state.request_id)
+                self._scheduler.block_new_requests = False
+                del self._requests[state.request_id]
+        return outputs
+
+    def _output(
+        self, state: RequestState, token: int, logprob: TokenLogprob | None, finished: bool
+    ) -> TokenOutput:
+        request = self._requests[state.request_id]
+        output = TokenOutput(request_id=state.request_id, token_ids=[token])
+        if logprob is not None:
+            output.logprobs = [logprob]
+        if request.sampler.params.prompt_logprobs and request.prompt_logprobs:
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+            # Reported once: with the parameter gone, a request that is evicted and run again does not gather anew.
+            request.sampler.params = msgspec.structs.replace(
+                request.sampler.params, prompt_logprobs=False
+            )
+        if finished:
+            output.finish_reason = "stop" if token in state._eos_token_ids else "length"
+        return output
+
+    def stats(self) -> RankStats:
+        """Requests and KV cache in use; the caller adds steps and wire bytes."""
+        running = len(self._scheduler.active_requests)
+        return RankStats(
+            running=running,
+            waiting=len(self._requests) - running,
+            kv_used=1.0 - float(self._cache.compute_free_capacity()),
+        )
