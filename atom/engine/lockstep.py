@@ -164,6 +164,8 @@ class Lockstep:
                 return
             elif agreement.min_epoch == agreement.max_epoch:
                 asleep_at = agreement.max_epoch
+                # Last word before sleep, so that the counters of a rank that only helped others are seen too.
+                self._channel.send(Step(rank=self._rank, outputs=[], stats=self.stats()))
             elif self._epoch < agreement.max_epoch:
                 # The message is on its way; until it is here another round would only repeat this one.
                 asleep_at = agreement.max_epoch - 1
