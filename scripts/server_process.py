@@ -75,6 +75,23 @@ def get_json(url: str, timeout: float = 5.0) -> Any:
         return json.load(response)
 
 
+def post_json(url: str, body: Any, timeout: float) -> Any:
+    """The JSON that a POST of ``body`` answers.
+
+    Raises:
+        OSError: no answer, or a status that is not 2xx; the message holds what the server said.
+    """
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with _OPENER.open(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:1000]
+        raise OSError(f"{url} answered {error.code}: {said}") from None
+
+
 def interrupt_on_signals() -> None:
     """Let SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that every way out stops the server.
 
@@ -126,7 +143,7 @@ class ServerProcess:
         host: address it listens on.
         port: port it listens on.
         log: file for its output, overwritten.
-        env: variables on top of this process's own.
+        env: its environment; None hands on this process's own.
     """
 
     def __init__(
@@ -146,7 +163,7 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 [*command, "--host", host, "--port", str(port)],
                 cwd=ROOT,
-                env={**os.environ, **(env or {})},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
