@@ -1,16 +1,10 @@
-"""The repository's own plumbing: workflows, model catalog and scripts do what they say, and refuse what they should."""
+"""The workflows follow the published schema, give away no rights, and run when they should and only then."""
 
 from __future__ import annotations
 
-import ast
-import copy
 import json
-import os
 import re
 import shlex
-import shutil
-import stat
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,45 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from atom import envs
-from atom.wire.format import check_wire, resolve_wire
-
-ROOT = Path(__file__).resolve().parent.parent
-CATALOG = ROOT / ".github" / "benchmark" / "models.json"
-SCHEMA = ROOT / ".github" / "benchmark" / "models.schema.json"
-WORKFLOWS = ROOT / ".github" / "workflows"
-HIDDEN = {
-    "tiny-moe": 256,
-    "Qwen/Qwen3-30B-A3B": 2048,
-    "deepseek-ai/DeepSeek-V4-Pro": 7168,
-    "openai/gpt-oss-120b": 2880,
-}
-"""``hidden_size`` in each catalog model's config.json."""
-SHELL_SCRIPTS = [".ci/run", "scripts/quickstart.sh", "scripts/setup_venv.sh", "scripts/test.sh"]
-
-
-def run(
-    *command: str | Path,
-    cwd: Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120,
-) -> subprocess.CompletedProcess[str]:
-    """Run a command with stdout and stderr captured together in ``stdout``; ``env`` goes on top of this one's."""
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def check_jsonschema(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the same checker as the pre-checkin workflow."""
-    return run(sys.executable, "-m", "check_jsonschema", *args)
+from tests.repository.commands import CATALOG, ROOT, WORKFLOWS, check_jsonschema, run
 
 
 def load_workflow(name: str) -> dict[str, Any]:
@@ -68,9 +24,6 @@ def load_workflow(name: str) -> dict[str, Any]:
 def steps(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All steps of all jobs."""
     return [step for job in workflow["jobs"].values() for step in job["steps"]]
-
-
-# ------------------------------------------------------------------------------------------- workflows
 
 
 @pytest.mark.parametrize("name", ["pre-checkin.yml", "heavy-tests.yml"])
@@ -143,9 +96,6 @@ def test_pre_checkin_schema_commands_pass_here() -> None:
     for _, *args in commands:
         result = check_jsonschema(*args)
         assert result.returncode == 0, result.stdout
-
-
-# ------------------------------------------------------------------------------------ heavy-tests' gate
 
 
 class _Text(str):
@@ -288,195 +238,3 @@ def test_heavy_matrix_is_the_catalog() -> None:
     assert [m["name"] for m in models] == [m["name"] for m in catalog]
     used = set(re.findall(r"matrix\.model\.(\w+)", json.dumps(jobs["accuracy"])))
     assert used == set(models[0])
-
-
-# --------------------------------------------------------------------------------------------- catalog
-
-
-def _edit(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of one field of the first entry, named by dots; ``...`` removes it."""
-
-    def apply(catalog: dict[str, Any]) -> None:
-        *parents, last = path.split(".")
-        target = catalog["models"][0]
-        for key in parents:
-            target = target[key]
-        if value is ...:
-            del target[last]
-        else:
-            target[last] = value
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (_edit("accuracy", ...), "accuracy"),
-        (_edit("accuracy.threshold", 1.5), "threshold"),
-        (_edit("accuracy.threshold", "0.5"), "threshold"),
-        (_edit("accuracy.task", "vibes"), "task"),
-        (_edit("env.MEGA_WIRE", "int8"), "MEGA_WIRE"),
-        (_edit("env", {}), "MEGA_WIRE"),
-        (_edit("env", {"MEGA_WIRE": "fp8"}), "AITER_FORCE_A8W4"),
-        (_edit("env", {"MEGA_WIRE": "fp4", "AITER_FORCE_A8W4": "1"}), "AITER_FORCE_A8W4"),
-        (_edit("env.LD_PRELOAD", "evil.so"), "LD_PRELOAD"),
-        (_edit("args", ["--port", "80"]), "args"),
-        (_edit("runner", ["ubuntu-latest"]), "runner"),
-        (_edit("name", "Tiny MoE; rm"), "name"),
-        (_edit("comment", "hello"), "comment"),
-    ],
-)
-def test_broken_catalog_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], named: str
-) -> None:
-    catalog = copy.deepcopy(json.loads(CATALOG.read_text(encoding="utf-8")))
-    change(catalog)
-    broken = tmp_path / "models.json"
-    broken.write_text(json.dumps(catalog), encoding="utf-8")
-    result = check_jsonschema("--schemafile", SCHEMA, broken)
-    assert result.returncode == 1, result.stdout
-    assert named in result.stdout
-
-
-def test_catalog_agrees_with_the_code() -> None:
-    models = json.loads(CATALOG.read_text(encoding="utf-8"))["models"]
-    names = [model["name"] for model in models]
-    assert len(set(names)) == len(names)
-    for model in models:
-        assert set(model["env"]) <= set(envs.TABLE), model["name"]
-        hidden = HIDDEN[model["path"]]
-        layout = check_wire(resolve_wire(model["env"]), hidden)
-        if model["hardware"] == "gfx1250" and layout.wire.quantizing:
-            assert hidden % 128 == 0, f"mori refuses the scale rows of {model['name']}"
-    wires = {m["env"]["MEGA_WIRE"] for m in models if m["path"] == "tiny-moe"}
-    assert wires == {"bf16", "fp8", "fp4"}
-    heldout = sorted((CATALOG.parent / "heldout").glob("*.py"))
-    assert heldout
-    for path in heldout:
-        ast.parse(path.read_text(encoding="utf-8"))
-
-
-# --------------------------------------------------------------------------------------------- scripts
-
-
-@pytest.mark.parametrize("name", SHELL_SCRIPTS)
-def test_shell_script_is_executable_and_parses(name: str) -> None:
-    assert (ROOT / name).stat().st_mode & stat.S_IXUSR
-    result = run("bash", "-n", name)
-    assert result.returncode == 0 and not result.stdout, result.stdout
-
-
-def test_ci_calls_the_test_script() -> None:
-    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with a package, one test and the scripts, in a folder with a space in its path."""
-    place = tmp_path_factory.mktemp("set-up") / "a copy of it"
-    for name in ("pyproject.toml", "README.md", "LICENSE", "atom/__init__.py", *SHELL_SCRIPTS):
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, place / name)
-    (place / "tests").mkdir()
-    (place / "tests" / "test_copy.py").write_text(COPY_TEST, encoding="utf-8")
-    return place
-
-
-COPY_TEST = '''"""What a test of a copied checkout sees."""
-
-import os
-from pathlib import Path
-
-import atom
-
-
-def test_copy() -> None:
-    assert Path(atom.__file__).parent.parent == Path(__file__).parent.parent
-    assert not {"MEGA_WIRE", "AITER_FORCE_A8W4", "ATOM_MAX_QUEUE", "RANK"} & set(os.environ)
-'''
-
-
-def set_up_environment(**changes: str) -> dict[str, str]:
-    """Variables under which a set-up takes what this environment has: its packages come through PYTHONPATH, pip
-    finds every requirement satisfied, and nothing is downloaded."""
-    env = {"PYTHON": sys.executable, "PYTHONPATH": str(Path(pytest.__file__).parent.parent)}
-    return {**env, "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", **changes}
-
-
-def python_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The python that setup_venv.sh printed last."""
-    assert result.returncode == 0, result.stdout
-    return result.stdout.splitlines()[-1]
-
-
-def test_set_up_in_a_path_with_a_space(checkout: Path) -> None:
-    env = set_up_environment()
-    first = run(checkout / "scripts" / "setup_venv.sh", cwd=checkout.parent, env=env)
-    assert python_of(first) == str(checkout / ".venv" / "bin" / "python")
-    installs = re.findall(r"^(?:Making|Installing) .*", first.stdout, re.MULTILINE)
-    assert [line.split()[:2] for line in installs[:3]] == [
-        ["Making", "a"],
-        ["Installing", "torch==2.13.0"],
-        ["Installing", "atom"],
-    ]
-
-    # The second time nothing is installed, and the only line is the python's path.
-    second = run(checkout / "scripts" / "setup_venv.sh", cwd=checkout.parent, env=env)
-    assert second.stdout == python_of(first) + "\n"
-
-
-def test_test_script_passes_on_what_it_found(checkout: Path) -> None:
-    env = set_up_environment(MEGA_WIRE="fp8", AITER_FORCE_A8W4="", ATOM_MAX_QUEUE="1", RANK="3")
-    good = run(checkout / ".ci" / "run", "-k", "copy", cwd=checkout.parent, env=env)
-    assert good.returncode == 0, good.stdout
-    assert re.search(r"^1 passed in ", good.stdout.splitlines()[-1]), good.stdout
-
-    none = run(checkout / "scripts" / "test.sh", "-k", "nothing_is_called_so", env=env)
-    assert none.returncode == 5, none.stdout  # pytest's status for no test collected
-
-    unformatted = checkout / "tests" / "unformatted.py"
-    unformatted.write_text("x = {  'a':1 }\n", encoding="utf-8")
-    try:
-        bad = run(checkout / "scripts" / "test.sh", env=env)
-    finally:
-        unformatted.unlink()
-    assert bad.returncode == 1, bad.stdout
-    assert "1 passed in " in bad.stdout and "would reformat" in bad.stdout
-
-
-def test_failed_set_up_is_tried_again(checkout: Path) -> None:
-    setup = checkout / "scripts" / "setup_venv.sh"
-    for _ in range(2):
-        failed = run(setup, env=set_up_environment(ATOM_TORCH="torch==0.0.7"))
-        assert failed.returncode != 0
-        assert "Installing torch==0.0.7\n" in failed.stdout and "torch==0.0.7" in failed.stdout
-
-
-def test_set_up_names_a_python_that_will_not_do(tmp_path: Path) -> None:
-    setup = ROOT / "scripts" / "setup_venv.sh"
-    env = {"ATOM_VENV": str(tmp_path / "venv")}
-    missing = run(setup, env={**env, "PYTHON": "/no/such/python"})
-    assert missing.returncode == 1
-    assert "PYTHON=/no/such/python does not run" in missing.stdout
-
-    # This interpreter under a version that it does not have: old ones are rare on machines that run this test.
-    old = tmp_path / "old python"
-    pretend = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[2])"
-    old.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{pretend}" "$@"\n', encoding="utf-8"
-    )
-    old.chmod(0o755)
-    result = run(setup, env={**env, "PYTHON": str(old)})
-    assert result.returncode == 1
-    assert "is Python 3.9, but 3.11 or later is needed" in result.stdout
-    assert not (tmp_path / "venv").exists()
-
-
-def test_set_up_leaves_a_folder_alone_that_is_no_environment(tmp_path: Path) -> None:
-    precious = tmp_path / "precious.txt"
-    precious.write_text("mine", encoding="utf-8")
-    result = run(ROOT / "scripts" / "setup_venv.sh", env={"ATOM_VENV": str(tmp_path)})
-    assert result.returncode == 1
-    assert f"{tmp_path} exists and is not a virtual environment" in result.stdout
-    assert precious.read_text(encoding="utf-8") == "mine"
