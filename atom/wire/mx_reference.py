@@ -107,13 +107,13 @@ def check_input(x: torch.Tensor) -> None:
     """Refuse a tensor that :func:`quantize` cannot take.
 
     Raises:
-        ValueError: not bf16 or f32, without an axis, or a last axis that is not whole blocks of 32.
+        ValueError: not bf16 or f32, or a last axis that is absent, empty or not whole blocks of 32.
     """
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"cannot quantize {x.dtype}: give bfloat16 or float32 (x.to(torch.bfloat16))."
         )
-    if x.dim() == 0 or x.shape[-1] % BLOCK:
+    if x.dim() == 0 or not x.shape[-1] or x.shape[-1] % BLOCK:
         raise ValueError(
             f"a row of shape {tuple(x.shape)} is not whole MX blocks: the last axis must be a multiple of {BLOCK}. "
             f"Pad it with zeros, or use the bf16 wire."
@@ -131,7 +131,7 @@ def check_codes(codes: torch.Tensor, scales: torch.Tensor, fmt: Wire) -> int:
             f"codes are {codes.dtype} and scales {scales.dtype}: both must be uint8 (.view(torch.uint8))."
         )
     hidden = codes.shape[-1] * (2 if fmt is Wire.FP4 else 1) if codes.dim() else 0
-    if not codes.dim() or scales.shape != (*codes.shape[:-1], hidden // BLOCK) or hidden % BLOCK:
+    if not hidden or scales.shape != (*codes.shape[:-1], hidden // BLOCK) or hidden % BLOCK:
         raise ValueError(
             f"{fmt} codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not belong together: "
             f"there must be one scale byte for each {BLOCK} elements."
