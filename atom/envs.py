@@ -55,6 +55,15 @@ def _a8w4_flag(text: str) -> bool:
     return text == "1"
 
 
+def _only(allowed: str, reason: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip().lower() != allowed:
+            raise ValueError(reason)
+        return allowed
+
+    return parse
+
+
 def _positive(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -100,6 +109,27 @@ TABLE: dict[str, EnvVar] = {
             allowed="mori or flydsl",
             meaning="aiter's dispatch backend on gfx1250; a quantizing wire asks for mori when this is unset",
             parse=_choice("flydsl", "mori"),
+        ),
+        EnvVar(
+            name="MEGA_COMBINE_QUANT",
+            default="none",
+            allowed="none or unset",
+            meaning="aiter's format of the rows that go back on gfx1250; here they are bf16 on every wire",
+            parse=_only("none", "results go back in bf16, so that outputs are the same on every wire"),
+        ),
+        EnvVar(
+            name="AITER_USE_GROUPED_GEMM",
+            default="1",
+            allowed="1 or unset",
+            meaning="aiter's switch of the grouped expert GEMM, which MegaMoE on gfx1250 cannot do without",
+            parse=_only("1", "MegaMoE needs the grouped expert GEMM that this turns off"),
+        ),
+        EnvVar(
+            name="AITER_DISABLE_GROUPED_A8W4",
+            default="0",
+            allowed="0 or unset",
+            meaning="aiter's older switch of the same GEMM",
+            parse=_only("0", "MegaMoE needs the grouped expert GEMM that this turns off"),
         ),
         EnvVar(
             name="ATOM_MOE_TRANSPORT",
