@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
+from atom.engine.attention import NAME as PAGED_ATTENTION
 from atom.engine.attention import use_paged_attention
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
 from atom.engine.sampling import RequestSampler, choose, token_logprobs
@@ -181,6 +182,10 @@ class ContinuousBatcher:
         # Stop conditions and sampling are each request's own, so the model-wide generation config stays neutral.
         neutral = GenerationConfig(do_sample=False, eos_token_id=-1)
         manager = _StepManager(model, neutral, config)
+        if model.config._attn_implementation == PAGED_ATTENTION:
+            # transformers resolves this to 0 where it knows no kernel that reads pages; ours does.
+            pages = -(-limits.max_model_len // PAGE_TOKENS) + 1
+            manager.continuous_batching_config.max_blocks_per_request = pages
         self._processor = manager._create_batch_processor()
         self._runner = _SamplingRunner(self._processor.model_runner, self._requests)
         self._processor.model_runner = self._runner

@@ -22,6 +22,7 @@ from atom import envs
 from atom.engine import bootstrap, loading
 from atom.engine.batching import PAGE_TOKENS, BatchLimits, ContinuousBatcher
 from atom.engine.lockstep import Agree, Lockstep
+from atom.engine.norms import use_fused_norms
 from atom.engine.protocol import (
     Down,
     Failed,
@@ -276,6 +277,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         group=groups.experts,
         seed=config.seed,
     )
+    use_fused_norms(model)
     _wait_until_all_loaded(config, store)
     eos = loading.eos_token_ids(plan.path, plan.model_config)
     batcher = ContinuousBatcher(model, plan.limits, eos)
