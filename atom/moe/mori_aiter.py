@@ -92,13 +92,19 @@ class AiterNames:
         return self.gate_modes.INTERLEAVE
 
 
-def resolve_choice(recipe: ExpertRecipe, *, caps: Capabilities | None = None) -> WireChoice:
+def resolve_choice(
+    recipe: ExpertRecipe, *, caps: Capabilities | None = None, report: bool = True
+) -> WireChoice:
     """Wire and A operand of a launch over this backend, the operand as aiter itself answers it.
 
     An aiter that has ``resolve_activation_dtype`` is asked, without a token count, since one wire serves every batch. Its
     answer wins over AITER_FORCE_A8W4, and a difference is logged. The answer None means that the format depends on the
     token count: then no quantizing wire fits every batch, so fp8 and fp4 are refused and ``auto`` becomes bf16, which fits
     whatever the GEMM reads.
+
+    Args:
+        recipe: how experts are computed. caps: what the libraries can do, where it is known already.
+        report: log a warning where aiter's answer differs from the environment.
 
     Raises:
         LaunchRefused: the environment is not accepted, or no wire can carry what aiter answers.
@@ -109,11 +115,11 @@ def resolve_choice(recipe: ExpertRecipe, *, caps: Capabilities | None = None) ->
         return by_rule
     answer = _ask_aiter(recipe)
     if answer is None:
-        return _token_dependent(by_rule)
+        return _token_dependent(by_rule, report)
     choice = resolve_wire(
         a_operand=answer, a_operand_found=f"aiter's resolve_activation_dtype() answers {answer}"
     )
-    if answer is not by_rule.a_operand:
+    if report and answer is not by_rule.a_operand:
         logger.warning(
             "aiter's resolve_activation_dtype() answers %s, and %s would mean %s: aiter's answer holds.",
             answer,
@@ -156,7 +162,7 @@ def _ask_aiter(recipe: ExpertRecipe) -> AOperand | None:
     return operand
 
 
-def _token_dependent(choice: WireChoice) -> WireChoice:
+def _token_dependent(choice: WireChoice, report: bool) -> WireChoice:
     name = choice.wire_found.partition("=")[0].partition(" ")[0]
     said = (
         "aiter's resolve_activation_dtype() answers None: the A operand depends on the token count"
@@ -166,5 +172,6 @@ def _token_dependent(choice: WireChoice) -> WireChoice:
             f"{choice.wire_found}, but {said}, and a {choice.wire} wire fits one format only. Set MEGA_WIRE=bf16, or fix the "
             f"format in aiter (AITER_BF16_FP8_MOE_BOUND=0 takes the token count out of its choice)."
         )
-    logger.warning("%s; the wire is bf16, which fits every format.", said)
+    if report:
+        logger.warning("%s; the wire is bf16, which fits every format.", said)
     return replace(choice, wire=Wire.BF16, a_operand_found=said)

@@ -88,7 +88,7 @@ class Builder:
         )
         if against:
             raise LaunchRefused("\n".join(against))
-        asked = resolve_choice(self.recipe, caps=caps)
+        asked = resolve_choice(self.recipe, caps=caps, report=False)
         if (asked.wire, asked.a_operand) != (self.choice.wire, self.choice.a_operand):
             raise LaunchRefused(
                 f"the launch was agreed with a {self.choice.wire} wire and the A operand {self.choice.a_operand} "

@@ -38,6 +38,7 @@ SWIGLU_ALPHA = 1.702
 GIB = 2**30
 
 _FEWER_TOKENS = "--max-num-batched-tokens"
+_ELSEWHERE = "This model needs ATOM_MOE_TRANSPORT=distributed."
 
 
 def dispatch_backend(wire: Wire, environ: Mapping[str, str] | None = None) -> str | None:
@@ -85,12 +86,12 @@ def refusals(
     found += _libraries(caps)
     found += _environment(environ)
     found += _guard(choice, geometry)
-    found += _limits(geometry)
     found += _recipe(recipe)
     try:
         backend = dispatch_backend(choice.wire, environ)
     except LaunchRefused as refusal:
         return [*found, str(refusal)]
+    found += _limits(geometry, choice.wire, backend)
     if caps.aiter.installed and caps.mori.installed:
         found += _wire_support(caps, choice, backend, environ)
     if backend == "mori":
@@ -128,13 +129,12 @@ def _guard(choice: WireChoice, geometry: MoEGeometry) -> Iterator[str]:
         yield str(refusal)
 
 
-def _limits(geometry: MoEGeometry) -> Iterator[str]:
+def _limits(geometry: MoEGeometry, wire: Wire, backend: str | None) -> Iterator[str]:
     if geometry.ep_size > MAX_RANKS:
         yield f"-tp {geometry.ep_size}: aiter's MegaMoE spans at most {MAX_RANKS} ranks. Lower -tp."
     if geometry.topk > MAX_TOPK:
         yield (
-            f"topk={geometry.topk}: aiter's MegaMoE sends a token to at most {MAX_TOPK} experts. This model needs "
-            f"ATOM_MOE_TRANSPORT=distributed."
+            f"topk={geometry.topk}: aiter's MegaMoE sends a token to at most {MAX_TOPK} experts. {_ELSEWHERE}"
         )
     if geometry.local_experts > MAX_LOCAL_EXPERTS:
         ranks = -(-geometry.experts // MAX_LOCAL_EXPERTS)
@@ -143,11 +143,18 @@ def _limits(geometry: MoEGeometry) -> Iterator[str]:
             f"MegaMoE holds at most {MAX_LOCAL_EXPERTS}: raise -tp to {ranks} or more."
         )
     for name, value in (("hidden", geometry.hidden), ("inter", geometry.inter)):
-        if value % WEIGHT_TILE and not (name == "hidden" and value % BLOCK):
-            yield (
-                f"{name}={value} is not a multiple of {WEIGHT_TILE}: aiter lays weight scales down in tiles of 32 rows by "
-                f"4 scales of {BLOCK} elements, on every wire. This model needs ATOM_MOE_TRANSPORT=distributed."
-            )
+        if value % BLOCK or not value % WEIGHT_TILE:
+            continue
+        row = value // BLOCK
+        scales = (
+            f" Besides, mori carries scale rows of whole 4-byte words, and a {wire} row has {row} B."
+            if name == "hidden" and wire.quantizing and backend == "mori"
+            else ""
+        )
+        yield (
+            f"{name}={value} is not a multiple of {WEIGHT_TILE}: aiter lays weight scales down in tiles of 32 rows by 4 scales "
+            f"of {BLOCK} elements, on every wire.{scales} {_ELSEWHERE}"
+        )
 
 
 def _recipe(recipe: ExpertRecipe) -> Iterator[str]:
@@ -161,13 +168,11 @@ def _recipe(recipe: ExpertRecipe) -> Iterator[str]:
     if recipe.activation is Activation.SWIGLU:
         if recipe.swiglu_alpha != SWIGLU_ALPHA:
             yield (
-                f"swiglu_alpha={recipe.swiglu_alpha}: aiter's SwiGLU has the slope {SWIGLU_ALPHA} built in. This model needs "
-                f"ATOM_MOE_TRANSPORT=distributed."
+                f"swiglu_alpha={recipe.swiglu_alpha}: aiter's SwiGLU has the slope {SWIGLU_ALPHA} built in. {_ELSEWHERE}"
             )
         if recipe.swiglu_limit == 0:
             yield (
-                "SwiGLU without a limit: aiter takes swiglu_limit=0 for 7.0 there. This model needs "
-                "ATOM_MOE_TRANSPORT=distributed."
+                f"SwiGLU without a limit: aiter takes swiglu_limit=0 for 7.0 there. {_ELSEWHERE}"
             )
     if recipe.swiglu_limit < 0:
         yield f"swiglu_limit={recipe.swiglu_limit} is negative: give 0 for none, or a limit above it."
@@ -217,13 +222,6 @@ def _mori_limits(geometry: MoEGeometry, wire: Wire) -> Iterator[str]:
             f"{MORI_MAX_TOKENS}."
         )
     if not wire.quantizing or geometry.hidden % BLOCK:
-        return
-    row = geometry.hidden // BLOCK
-    if row % 4:
-        yield (
-            f"hidden={geometry.hidden}: a {wire} wire has a scale row of {row} B a token, and mori carries whole 4-byte "
-            f"words only, so hidden must be a multiple of {4 * BLOCK}. Set MEGA_WIRE=bf16."
-        )
         return
     staging = scale_staging_bytes(geometry, wire)
     if staging > MORI_STAGING_LIMIT:
