@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     check_unsupported(asked)
     messages = template_messages(asked.messages)
     text, longest = context.serving()
-    prompt_ids = await text.encode(_render(messages, text), special=False)
+    prompt_ids = await text.encode(render(messages, text), special=False)
     if not prompt_ids:
         raise bad_value("messages: the chat template makes an empty prompt of them.", "messages")
     sampling = chat_sampling(asked, prompt_tokens=len(prompt_ids), max_model_len=longest)
@@ -77,7 +77,7 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     )
 
 
-def _render(messages: list[dict[str, str]], text: ModelText) -> str:
+def render(messages: list[dict[str, str]], text: ModelText) -> str:
     """The prompt that the tokenizer's chat template makes."""
     if not text.tokenizer.chat_template:
         raise bad_value(

@@ -37,7 +37,7 @@ async def read_json_body(request: Request, limit: int) -> bytes:
     if kind != "application/json":
         raise ApiError(
             415,
-            f"content-type {kind or 'of the body is missing and'!r} is not accepted: send application/json.",
+            f"content-type {kind!r} is not accepted: send application/json.",
             code="unsupported_media_type",
         )
     chunks: list[bytes] = []

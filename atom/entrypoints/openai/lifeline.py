@@ -40,6 +40,11 @@ class Lifelines:
             writer.close()
             self._on_lost(rank)
 
+    @property
+    def open(self) -> list[int]:
+        """Ranks that are connected."""
+        return list(self._open)
+
     async def wait(self, timeout: float) -> bool:
         """Wait until every connection has ended, at most ``timeout`` seconds; whether they did."""
         deadline = asyncio.get_running_loop().time() + timeout

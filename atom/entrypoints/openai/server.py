@@ -202,22 +202,22 @@ class Server:
             "s" if count == 1 else "",
             args.model,
         )
-        loading = asyncio.create_task(asyncio.to_thread(load_text, args))
-        ready = asyncio.create_task(self._router.ready.wait())
-        both = asyncio.gather(loading, ready)
-        try:
-            await self._first_of(both)
-            if both.done():
-                # Raises what loading raised.
-                self._context.text = both.result()[0]
-                logger.info("ready: requests are taken for model %r", args.model_name)
-                return None
-        finally:
-            both.cancel()
+        ready = asyncio.create_task(self._load_text_and_wait())
+        await self._first_of(ready)
+        if ready.done():
+            self._context.text = ready.result()
+            logger.info("ready: requests are taken for model %r", args.model_name)
+            return None
+        ready.cancel()
         if self._failed.is_set():
             return await self._end_failed(lingers=False)
         logger.info("told to stop before it was ready")
         return 0
+
+    async def _load_text_and_wait(self) -> ModelText:
+        text = await asyncio.to_thread(load_text, self._args)
+        await self._router.ready.wait()
+        return text
 
     async def _serve(self) -> int:
         await self._first_of()
@@ -225,7 +225,7 @@ class Server:
             return await self._end_failed(lingers=True)
         return await self._drain_and_stop()
 
-    async def _first_of(self, other: asyncio.Future[object] | None = None) -> None:
+    async def _first_of(self, other: asyncio.Task[ModelText] | None = None) -> None:
         """Wait for a failure, a stop, or ``other``."""
         mine = [asyncio.create_task(e.wait()) for e in (self._failed, self._stop_asked)]
         try:
@@ -269,7 +269,7 @@ class Server:
             raise LaunchRefused(self._refusal())
         cause = self._cause()
         self._router.fail(cause.message)
-        logger.error("%s: every request in flight ends with an error", cause.message)
+        logger.error("cannot go on: %s", cause.message)
         for news in self._news:
             if news is not cause:
                 logger.error("also: %s", news.message)

@@ -18,6 +18,10 @@ LONG_TEXT = 100_000
 """Characters from which a prompt is tokenized in a thread, so that other requests' tokens do not wait for it."""
 
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Files that transformers reads a vocabulary from."""
+
+
 @dataclass(frozen=True)
 class ModelText:
     """A loaded tokenizer.
@@ -47,6 +51,12 @@ def load_model_text(path: Path) -> ModelText:
     Raises:
         LaunchRefused: there is none, or none that the tokenizers library runs.
     """
+    if not any((path / name).is_file() for name in VOCABULARY_FILES):
+        # transformers would make an empty tokenizer from the config alone.
+        raise LaunchRefused(
+            f"{path} has no tokenizer (none of {', '.join(VOCABULARY_FILES)}): put tokenizer.json and "
+            f"tokenizer_config.json there."
+        )
     # A second or two; a server that is refused at its start does not spend them.
     from transformers import AutoTokenizer
 
