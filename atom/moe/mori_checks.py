@@ -198,15 +198,15 @@ def _wire_support(
         )
     if backend != "mori":
         return
-    if missing := caps.mori.lacks("mori"):
-        yield (
-            f"the dispatch backend mori needs {', '.join(missing)}, which {_named(caps.mori)} lacks: update mori, or set "
-            f"MEGA_WIRE=bf16 and MEGA_DISPATCH=flydsl."
-        )
-    elif wire.quantizing and not caps.scale_rows:
+    if wire.quantizing and not caps.scale_rows:
         yield (
             f"a {wire} wire needs scale rows in mori's dispatch, and {_named(caps.mori)} has no scale_stride_bytes: it needs "
-            f"{MORI_SCALE_ROWS} or later (amd-mori 1.2.4 has it). Update mori, or set MEGA_WIRE=bf16."
+            f"{MORI_SCALE_ROWS} or later (amd-mori 1.2.3 is the first release with it). Update mori, or set MEGA_WIRE=bf16."
+        )
+    elif missing := caps.mori.lacks("mori"):
+        yield (
+            f"the dispatch backend mori needs {', '.join(missing)}, which {_named(caps.mori)} lacks: update mori, or set "
+            f"MEGA_DISPATCH=flydsl."
         )
 
 
