@@ -19,6 +19,7 @@ from atom import envs
 from atom.errors import LaunchRefused
 from atom.moe.mori_arena import (
     MORI_STAGING_LIMIT,
+    PAGE,
     SymmetricMemory,
     scale_staging_bytes,
     symmetric_memory,
@@ -256,10 +257,12 @@ def check_memory(
         for region in sorted((*memory.regions, *memory.beside), key=lambda r: -r.bytes)
         if region.bytes >= 2**20
     )
-    tokens = int(geometry.max_tokens * free / memory.needed_bytes)
+    # Rows scale with the tokens; the rounding to pages does not.
+    tokens = geometry.max_tokens * max(0, free - 2 * PAGE) // memory.needed_bytes
+    fewer = f"Lower {_FEWER_TOKENS} to {tokens} or less, or leave" if tokens else "Leave"
     narrower = "" if wire is Wire.FP4 else " A narrower wire needs less: see MEGA_WIRE."
     raise LaunchRefused(
         f"The {wire} wire's symmetric memory needs {memory.needed_bytes / GIB:.3f} GiB for {geometry.max_tokens} tokens on "
         f"each of {geometry.ep_size} ranks, and the GPU has {free / GIB:.3f} GiB free:{parts}\n"
-        f"Lower {_FEWER_TOKENS} to {max(1, tokens)} or less, or leave the GPU more free memory.{narrower}"
+        f"{fewer} the GPU more free memory.{narrower}"
     )
