@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atom.benchmarks import bench_quantize
 from atom.wire import mx, mx_reference
 from atom.wire.format import BLOCK, AOperand, Wire, WireLayout
 
@@ -332,6 +334,23 @@ def test_kernels_run_where_no_cache_can_be_written(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [str(tmp_path / "atom" / "wire" / "mx.py"), "True", "None"]
+
+
+def test_the_benchmark_reports_every_operation(capsys):
+    threads = torch.get_num_threads()
+    try:
+        bench_quantize.main(["--rows", "4", "--hidden", "64", "--repeats", "1", "--json"])
+    finally:
+        torch.set_num_threads(threads)
+    report = json.loads(capsys.readouterr().out)
+    assert report["shape"] == [4, 64] and report["threads"] == 1
+    measured = {(o["format"], o["operation"]) for o in report["operations"] if o["gb_per_s"] > 0}
+    assert {
+        (f, o) for f in FORMATS for o in ("quantize", "quantize_into", "fake_quantize")
+    } <= measured
+    with pytest.raises(SystemExit):
+        bench_quantize.main(["--hidden", "48"])
+    assert "48 is not a multiple of 32" in capsys.readouterr().err
 
 
 def assert_same_floats(got: torch.Tensor, expected: torch.Tensor) -> None:
