@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from atom.errors import LaunchRefused
 from atom.moe import mori_checks, mori_libs
 from atom.moe.mega_moe import WireCounters
-from atom.moe.mori_aiter import resolve_choice
+from atom.moe.mori_aiter import AiterNames, resolve_choice
 from atom.moe.mori_build import Builder, Construction, architecture
 from atom.moe.mori_counters import DeviceCounters
-from atom.moe.mori_libs import MEGA_MODULE
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
 from atom.wire.format import WireChoice
 
@@ -36,11 +36,13 @@ def why_not(device: torch.device) -> str | None:
         return f"the device is {arch or device.type}, not {mori_checks.ARCHITECTURE}"
     if reason := mori_checks.why_no_libraries(mori_libs.capabilities()):
         return reason
-    for module in (MEGA_MODULE, "mori.cco"):
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    try:
+        AiterNames.load()
+        importlib.import_module("mori.cco")
+    except LaunchRefused as refusal:
+        return str(refusal)
+    except Exception as error:
+        return f"mori.cco cannot be imported ({type(error).__name__}: {error})"
     return None
 
 
