@@ -261,7 +261,11 @@ def _load_dense(
     # transformers' own quantizer would rewrite the experts that are read separately.
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    source = {"state_dict": {}} if path is None else {"local_files_only": True}
+    source = (
+        {"state_dict": {}, "generation_config": GenerationConfig.from_model_config(config)}
+        if path is None
+        else {"local_files_only": True, "generation_config": load_generation_config(path, config)}
+    )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
