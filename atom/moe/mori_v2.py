@@ -12,13 +12,13 @@ from __future__ import annotations
 import importlib
 import weakref
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from atom.errors import LaunchRefused
 from atom.moe import mori_checks, mori_libs
+from atom.moe.experts import check_weights
 from atom.moe.mega_moe import WireCounters
 from atom.moe.mori_aiter import AiterNames, resolve_choice
 from atom.moe.mori_build import Builder, Construction, architecture
@@ -133,12 +133,12 @@ class MoriMegaMoE:
         """
         if recipe is not None:
             self.check_recipe(recipe)
-        self._check_weights(weights)
+        check_weights(weights, self.built.geometry, self.built.recipe)
         experts = self.built.geometry.local_experts
         packed = torch.uint8 if self.built.force_a8w4 else self._names.fp4x2
 
         def weight(plain: torch.Tensor) -> torch.Tensor:
-            shuffled = self._names.shuffle_weight(plain.contiguous(), layout=(16, 16)).view(packed)
+            shuffled = self._names.shuffle_weight(plain, layout=(16, 16)).view(packed)
             # aiter marks what it has shuffled with an attribute, which a view loses.
             shuffled.is_shuffled = True  # type: ignore[attr-defined]
             return shuffled
@@ -146,7 +146,7 @@ class MoriMegaMoE:
         def scale(plain: torch.Tensor) -> torch.Tensor:
             # The rows are interleaved already, so aiter is not to interleave them again.
             return self._names.moe_shuffle_scale(
-                plain.contiguous(), experts_cnt=experts, is_guinterleave=False, gate_up=False
+                plain, experts_cnt=experts, is_guinterleave=False, gate_up=False
             )
 
         return replace(
@@ -155,32 +155,8 @@ class MoriMegaMoE:
             w2=weight(weights.w2),
             w1_scale=scale(weights.w1_scale),
             w2_scale=scale(weights.w2_scale),
-            bias1=_as(weights.bias1, torch.float32),
-            bias2=_as(weights.bias2, torch.float32),
             prepared=self._names,
         )
-
-    def _check_weights(self, weights: ExpertWeights) -> None:
-        g = self.built.geometry
-        expected = {
-            "w1": (g.local_experts, 2 * g.inter, g.hidden // 2),
-            "w1_scale": (g.local_experts, 2 * g.inter, g.hidden // 32),
-            "w2": (g.local_experts, g.hidden, g.inter // 2),
-            "w2_scale": (g.local_experts, g.hidden, g.inter // 32),
-        }
-        for name, shape in expected.items():
-            tensor: torch.Tensor = getattr(weights, name)
-            if tuple(tensor.shape) != shape or tensor.dtype is not torch.uint8:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected torch.uint8 {shape}: MXFP4 codes and e8m0 "
-                    f"scales of {g.local_experts} local experts."
-                )
-        has_bias = weights.bias1 is not None and weights.bias2 is not None
-        if has_bias != self.built.recipe.bias:
-            raise ValueError(
-                f"the recipe says bias={self.built.recipe.bias}, the layer's weights have "
-                f"{'both' if has_bias else 'no or one'} bias."
-            )
 
     def __call__(
         self,
@@ -257,5 +233,5 @@ def receive_bound(geometry: MoEGeometry, tokens: int, max_rank_tokens: int | Non
     return max(1, geometry.ep_size * min(max_rank_tokens, geometry.max_tokens))
 
 
-def _as(tensor: torch.Tensor | None, dtype: torch.dtype) -> Any:
-    return None if tensor is None else tensor.to(dtype).contiguous()
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype).contiguous()

@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "gfx1250_matrix.md"
 HIDDEN = (7168, 2880, 2888)
 DISPATCH = (None, "mori", "flydsl")
 GEOMETRY = MoEGeometry(
-    hidden=7168, inter=128, experts=4, topk=2, ep_size=1, ep_rank=0, max_tokens=8
+    hidden=7168, inter=128, experts=2, topk=1, ep_size=1, ep_rank=0, max_tokens=8
 )
 NAMES = {
     "before_4984": "before #4984",

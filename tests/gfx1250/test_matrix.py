@@ -6,6 +6,7 @@ Run with ``-s`` to see the table.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def would_work(combination: Combination) -> Exception | None:
     shuffle = importlib.import_module("aiter.ops.shuffle")
     cco = importlib.import_module("mori.cco")
     g = combination.geometry
+    knows_wire = "dispatch_wire" in inspect.signature(mega_module.MegaMoEGfx1250).parameters
     communicator = cco.Communicator.init(1, 0, cco.Communicator.get_unique_id())
     try:
         mega = mega_module.MegaMoEGfx1250(
@@ -44,7 +46,11 @@ def would_work(combination: Combination) -> Exception | None:
             max_tokens_per_rank=g.max_tokens,
             gate_mode="interleave" if combination.gate_mode == "interleave" else "separated",
             dispatch_backend=dispatch_backend(combination.wire, combination.environ),
-            **({} if combination.wire == "bf16" else {"dispatch_wire": str(combination.wire)}),
+            **(
+                {"dispatch_wire": str(combination.wire)}
+                if combination.wire.quantizing or knows_wire
+                else {}
+            ),
         )
         packed = torch.uint8 if combination.force_a8w4 else aiter.dtypes.fp4x2
 

@@ -217,7 +217,7 @@ class DoubleMega:
         )
         if config.dispatch_backend == "mori":
             self._plan(config, wire, payload, scale, max_recv)
-        self._layers: dict[AOperand, DistributedMegaMoE] = {}
+        self._layers: dict[tuple[AOperand, bool], DistributedMegaMoE] = {}
         self._plain: dict[int, ExpertWeights] = {}
         self.bounds: list[int | None] = []
         self._wire, self._max_recv, self._closed = wire, max_recv, False
@@ -268,7 +268,7 @@ class DoubleMega:
             ), f"prequantized {operand} payload should be another width per row"
         if self.packed_dtype_selects_a4w4 and operand is AOperand.FP4:
             assert a["w1"].dtype is torch.float4_e2m1fn_x2, "a4w4 with uint8 weights falls back"
-        layer = self._layer(operand)
+        layer = self._layer(operand, a["bias1"] is not None)
         out = layer(x, weights, ids, self._unshuffled(layer, a))
         self._check_bound(a["recv_token_bound"], ids)
         self._output[: len(x)] = out
@@ -322,12 +322,12 @@ class DoubleMega:
         arrived = int(mine.any(dim=1).sum())
         assert arrived <= bound, f"{arrived} rows arrived, the bound was {bound}"
 
-    def _layer(self, operand: AOperand) -> DistributedMegaMoE:
-        if operand not in self._layers:
+    def _layer(self, operand: AOperand, bias: bool) -> DistributedMegaMoE:
+        if (key := (operand, bias)) not in self._layers:
             from atom.moe.distributed import DistributedMegaMoE
 
             c = self._config
-            self._layers[operand] = DistributedMegaMoE(
+            self._layers[key] = DistributedMegaMoE(
                 MoEGeometry(
                     hidden=self.model_dim,
                     inter=self.inter_dim,
@@ -340,6 +340,7 @@ class DoubleMega:
                 ExpertRecipe(
                     activation=Activation(self.activation.name.lower()),
                     gate_mode=GateMode.INTERLEAVE,
+                    bias=bias,
                     # As the kernel has it: 0 is 7 for SwiGLU, none for SiLU.
                     swiglu_limit=self.swiglu_limit or 7.0 * (self.activation.name == "Swiglu"),
                 ),
@@ -352,7 +353,7 @@ class DoubleMega:
                 group=self._communicator.group,
                 device=torch.device("cpu"),
             )
-        return self._layers[operand]
+        return self._layers[key]
 
     def _unshuffled(self, layer: DistributedMegaMoE, a: dict) -> ExpertWeights:
         key = a["w1"].data_ptr()
