@@ -1,15 +1,21 @@
-"""MXFP4 expert weights from float ones, and the order of gate and up rows.
+"""MXFP4 expert weights and the grouped expert GEMM on the CPU.
 
-Shape suffixes: E local experts, I inter, H hidden.
+Shape suffixes: E local experts, I inter, H hidden, R rows, K topk.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
 
-from atom.moe.spec import ExpertWeights, GateMode
+from atom.moe import experts_kernel as kernel
+from atom.moe import experts_tile as tile
+from atom.moe.spec import Activation, ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 from atom.wire import mx, mx_reference
-from atom.wire.format import Wire
+from atom.wire.format import BLOCK, AOperand, Wire
 
 
 def quantize_experts(
@@ -81,3 +87,183 @@ def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [mx_reference.quantize(expert, Wire.FP4) for expert in weights]
     codes, scales = zip(*parts, strict=True)
     return torch.stack(codes), torch.stack(scales)
+
+
+class CpuExperts:
+    """The grouped expert GEMM on the CPU, for the local experts of one rank.
+
+    It computes on the calling thread. A row's result does not depend on the rows beside it, nor on their number.
+    """
+
+    def __init__(
+        self,
+        geometry: MoEGeometry,
+        recipe: ExpertRecipe,
+        a_operand: AOperand,
+        *,
+        plain: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            geometry: sizes; hidden a multiple of 32.
+            recipe: how experts are computed.
+            a_operand: format in which rows arrive.
+            plain: whether to use the kernel that runs on any CPU, which holds a weight in 8 bits instead of 4; None
+                takes it where the CPU lacks the instructions of the others.
+        """
+        if plain is None:
+            plain = not tile.vector_instructions()
+        fp8 = a_operand is AOperand.FP8
+        self._strategy = tile.PLAIN if plain or fp8 else tile.VNNI
+        common = np.zeros(1, kernel.LAYER)
+        common["strategy"] = self._strategy
+        common["fp8"] = fp8
+        common["first"] = geometry.ep_rank * geometry.local_experts
+        common["local"] = geometry.local_experts
+        common["topk"] = geometry.topk
+        common["hidden"] = geometry.hidden
+        common["inter"] = geometry.inter
+        common["weight_block_bytes"] = tile.WEIGHT_BLOCK_BYTES[self._strategy]
+        common["operand_bytes"] = tile.OPERAND_BYTES[self._strategy]
+        common["factor"] = tile.FACTOR[self._strategy]
+        swiglu = recipe.activation is Activation.SWIGLU
+        common["slope"] = recipe.swiglu_alpha if swiglu else 1.0
+        common["offset"] = 1.0 if swiglu else 0.0
+        common["limit"] = recipe.swiglu_limit or math.inf
+        self._common = common
+        self._geometry = geometry
+        self._recipe = recipe
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """The same weights with ``prepared`` in the layout of the kernel.
+
+        Raises:
+            ValueError: shapes, dtypes or biases other than the geometry and the recipe say.
+        """
+        check_weights(weights, self._geometry, self._recipe)
+        w1, w1_scale, bias1 = (
+            None if value is None else _pair_tiles(value, self._recipe.gate_mode)
+            for value in (weights.w1, weights.w1_scale, weights.bias1)
+        )
+        bias2 = weights.bias2
+        if not self._recipe.bias:
+            bias1 = torch.zeros(weights.w1.shape[:2])
+            bias2 = torch.zeros(weights.w2.shape[:2])
+        held = {
+            "w1": _pack(w1, self._strategy),
+            "w1_scale": _pack_scales(w1_scale),
+            "bias1": bias1,
+            "w2": _pack(weights.w2, self._strategy),
+            "w2_scale": _pack_scales(weights.w2_scale),
+            "bias2": bias2,
+        }
+        layer = self._common.copy()
+        for name, value in held.items():
+            layer[name] = value.data_ptr()
+        return replace(weights, prepared=_Prepared(layer=layer, held=held))
+
+    def run(
+        self,
+        weights: ExpertWeights,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write each row's weighted sum over the local experts, rounded once to bf16.
+
+        All may have any row stride; elements of a row are adjacent.
+
+        Args:
+            weights: as :meth:`prepare` returned them.
+            codes: uint8 ``[R, hidden]`` (fp8) or ``[R, hidden / 2]`` (fp4). scales: uint8 ``[R, hidden / 32]``.
+            topk_ids: int32 ``[R, K]``, global ids; those of other ranks are passed over.
+            topk_weights: float32 ``[R, K]``.
+            out: bf16 ``[R, hidden]``.
+        """
+        kernel.experts_layer(
+            weights.prepared.layer,
+            codes.data_ptr(),
+            codes.stride(0),
+            scales.data_ptr(),
+            scales.stride(0),
+            topk_ids.data_ptr(),
+            topk_ids.stride(0) * 4,
+            topk_weights.data_ptr(),
+            topk_weights.stride(0) * 4,
+            codes.shape[0],
+            out.data_ptr(),
+            out.stride(0) * 2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A kernel's :data:`~atom.moe.experts_kernel.LAYER` and the tensors that its addresses point into."""
+
+    layer: np.ndarray
+    held: dict[str, torch.Tensor]
+
+
+def check_weights(weights: ExpertWeights, geometry: MoEGeometry, recipe: ExpertRecipe) -> None:
+    """Refuse weights of another layout than :class:`~atom.moe.spec.ExpertWeights` says.
+
+    Raises:
+        ValueError: naming the tensor, what it is and what it should be.
+    """
+    e, h, i = geometry.local_experts, geometry.hidden, geometry.inter
+    if h % BLOCK:
+        raise ValueError(
+            f"hidden={h} is not a multiple of {BLOCK}: MXFP4 experts cannot hold this model."
+        )
+    expected = {
+        "w1": (torch.uint8, (e, 2 * i, h // 2)),
+        "w1_scale": (torch.uint8, (e, 2 * i, h // BLOCK)),
+        "w2": (torch.uint8, (e, h, i // 2)),
+        "w2_scale": (torch.uint8, (e, h, i // BLOCK)),
+        "bias1": (torch.float32, (e, 2 * i)) if recipe.bias else None,
+        "bias2": (torch.float32, (e, h)) if recipe.bias else None,
+    }
+    for name, wanted in expected.items():
+        found = getattr(weights, name)
+        if wanted is None or found is None:
+            if (wanted is None) != (found is None):
+                raise ValueError(
+                    f"expert weights {'lack' if found is None else 'have'} {name}, but the model's recipe says "
+                    f"bias={recipe.bias}."
+                )
+        elif (found.dtype, tuple(found.shape)) != wanted or not found.is_contiguous():
+            raise ValueError(
+                f"expert weights' {name} is {found.dtype} {tuple(found.shape)} with strides {found.stride()}: "
+                f"it must be contiguous {wanted[0]} {wanted[1]} (experts={geometry.experts} over "
+                f"ep_size={geometry.ep_size}, hidden={h}, inter={i})."
+            )
+
+
+def _pair_tiles(rows: torch.Tensor, gate_mode: GateMode) -> torch.Tensor:
+    """Rows ``[E, 2I, …]`` as 16 gates and their 16 ups in turn, so that one kernel pass yields both."""
+    pairs = reorder_rows(rows, gate_mode, GateMode.CONCAT).unflatten(1, (2, -1, tile.LANES))
+    return pairs.transpose(1, 2).flatten(1, 3).contiguous()
+
+
+def _pack(weights: torch.Tensor, strategy: int) -> torch.Tensor:
+    """MXFP4 ``[E, N, K/2]`` to the blocks that a strategy reads, uint8 ``[E, N/32, K/32, bytes]``."""
+    experts, n, half = weights.shape
+    codes = torch.stack((weights & 0xF, weights >> 4), dim=-1)
+    if strategy == tile.PLAIN:
+        table = torch.tensor([2 * value for value in tile.E2M1], dtype=torch.int8)
+        values = table[codes.int()].reshape(experts, n // tile.COLUMNS, tile.COLUMNS, -1, BLOCK)
+        return values.permute(0, 1, 3, 4, 2).contiguous().view(torch.uint8).flatten(3)
+    eights = codes.reshape(experts, n // tile.COLUMNS, 2, tile.LANES, half * 2 // BLOCK, 4, 8)
+    eights = eights[..., list(tile.NIBBLE_ORDER)]
+    packed = eights[..., 0::2] | (eights[..., 1::2] << 4)
+    return packed.permute(0, 1, 4, 5, 2, 3, 6).contiguous().flatten(3)
+
+
+def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
+    """e8m0 ``[E, N, K/32]`` to bf16 bits, int16 ``[E, N/32, K/32, 32]``: bf16 holds every power of two and NaN."""
+    bits = scales.to(torch.int16) << 7
+    bits[scales == 0] = 0x0040
+    bits[scales == 0xFF] = 0x7FC0
+    return bits.unflatten(1, (-1, tile.COLUMNS)).transpose(2, 3).contiguous()
