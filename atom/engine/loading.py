@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import copy
-import importlib.resources
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from atom.engine.byte_tokenizer import byte_tokenizer
 from atom.engine.checkpoint import Checkpoint
+
+# Callers that load a model find the rest of its directory here too.
+from atom.engine.model_files import eos_token_ids as eos_token_ids
+from atom.engine.model_files import load_config as load_config
+from atom.engine.model_files import load_generation_config as load_generation_config
+from atom.engine.model_files import load_tokenizer as load_tokenizer
+from atom.engine.model_path import resolve_model_path as resolve_model_path
 from atom.errors import LaunchRefused
 from atom.moe import expert_parallel
 from atom.moe.expert_weights import from_float, from_mxfp4, random_weights
@@ -37,108 +34,7 @@ from atom.moe.model_config import (
 
 logger = logging.getLogger(__name__)
 
-BUNDLED = {"tiny-moe": "tiny_moe"}
-"""Models that come with the package, by the name that ``--model`` knows them by, with their folder in ``assets``."""
-
 LOAD_FORMATS = ("auto", "dummy")
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def resolve_model_path(name: str, *, load_format: str = "dummy") -> Path:
-    """The directory that ``--model`` means.
-
-    Args:
-        name: a bundled model or a local directory.
-        load_format: with ``"auto"`` the directory must hold weights as well.
-
-    Raises:
-        LaunchRefused: there is no such directory, or it lacks what is needed; the message says what to do.
-    """
-    if name in BUNDLED:
-        path = Path(str(importlib.resources.files("atom") / "assets" / BUNDLED[name]))
-    else:
-        path = Path(name).expanduser()
-    bundled = ", ".join(BUNDLED)
-    if not path.exists():
-        if _HUB_ID.fullmatch(name):
-            raise LaunchRefused(
-                f"--model {name}: there is no such directory here, and models are not downloaded. Download it first: "
-                f"`hf download {name} --local-dir {name.rpartition('/')[2]}`, then pass that directory."
-            )
-        raise LaunchRefused(
-            f"--model {name}: there is no such directory. Pass a local Hugging Face directory or a bundled model "
-            f"({bundled})."
-        )
-    if not (path / "config.json").is_file():
-        raise LaunchRefused(
-            f"--model {name}: {path} holds no config.json, so it is not a Hugging Face model directory. Pass the "
-            f"directory that holds it, or a bundled model ({bundled})."
-        )
-    if load_format == "auto":
-        Checkpoint(path)
-    return path
-
-
-def load_config(path: Path) -> PreTrainedConfig:
-    """The model's config.
-
-    Raises:
-        LaunchRefused: config.json is broken, or of a type that transformers does not know.
-    """
-    try:
-        with expert_parallel.quiet():
-            return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise LaunchRefused(
-            f"{path / 'config.json'} cannot be read: {error}. Use a model that this transformers knows, with a complete "
-            f"config.json."
-        ) from error
-
-
-def load_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:
-    """The model's generation defaults, from generation_config.json where there is one, else from its config."""
-    with expert_parallel.quiet():
-        if (path / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(path, local_files_only=True)
-        return GenerationConfig.from_model_config(config)
-
-
-def load_tokenizer(path: Path, *, load_format: str = "auto") -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Args:
-        path: the model's directory.
-        load_format: with ``"dummy"`` a directory without tokenizer files gets a byte-level tokenizer
-            (:func:`atom.engine.byte_tokenizer.byte_tokenizer`), so that a config alone can be served.
-
-    Raises:
-        LaunchRefused: there is no tokenizer, or it cannot be read.
-    """
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        if load_format == "dummy":
-            return byte_tokenizer(load_config(path))
-        raise LaunchRefused(
-            f"{path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}). Download the whole model again."
-        )
-    try:
-        with expert_parallel.quiet():
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise LaunchRefused(
-            f"the tokenizer in {path} cannot be read: {error}. Download the whole model again."
-        ) from error
-
-
-def eos_token_ids(path: Path, config: PreTrainedConfig) -> list[int]:
-    """Tokens that end a generation; empty when the model names none."""
-    for source in (load_generation_config(path, config), config.get_text_config()):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []
 
 
 def load_model(

@@ -13,6 +13,7 @@ import uvloop
 
 from atom import envs
 from atom.engine.launch import Placement, RankProcesses, describe_exit
+from atom.engine.model_path import resolve_model_path
 from atom.entrypoints.openai.args import ServerArgs, parse_args
 from atom.entrypoints.openai.server import STOP_S, Server, listen, worker_config
 from atom.errors import REFUSED_EXIT_STATUS, LaunchRefused
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in envs.TABLE:
             envs.read(name)
         resolve_wire()
+        resolve_model_path(args.model)
         logging.basicConfig(
             level=envs.read("ATOM_LOG_LEVEL").upper(),
             format="%(asctime)s %(levelname)s server: %(message)s",

@@ -19,7 +19,6 @@ Shape suffixes: T tokens of this rank, K topk, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from transformers.distributed.expert_parallel import (
 from atom.moe.mega_moe import MegaMoE
 from atom.moe.model_config import experts_names
 from atom.moe.spec import ExpertWeights
+from atom.quiet import quiet
 
 IMPLEMENTATION = "atom"
 """Name under which transformers knows :class:`AtomExpertParallel`."""
@@ -167,21 +167,6 @@ def load_through_door(
         )
     model.__class__ = cls
     return model, info
-
-
-@contextmanager
-def quiet():
-    """Silence transformers below errors, bars included: it reports keys that are dropped here on purpose."""
-    log = transformers.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
 
 
 def moe_layers(model: nn.Module) -> Sequence[AtomExpertParallel]:

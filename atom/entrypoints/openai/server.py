@@ -18,6 +18,7 @@ import uvicorn
 
 from atom import envs
 from atom.engine.launch import Placement, RankProcesses, describe_exit
+from atom.engine.model_path import resolve_model_path
 from atom.engine.protocol import Failed, RouterAddresses, WorkerConfig
 from atom.engine.router import Router
 from atom.entrypoints.openai.app import build_app
@@ -325,9 +326,7 @@ class Server:
 
 def load_text(args: ServerArgs) -> ModelText:
     """The tokenizer of the model that ``args`` name."""
-    from atom.engine.loading import resolve_model_path
-
-    return load_model_text(resolve_model_path(args.model))
+    return load_model_text(resolve_model_path(args.model), load_format=args.load_format)
 
 
 def worker_config(args: ServerArgs) -> WorkerConfig:

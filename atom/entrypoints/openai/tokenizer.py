@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 100_000
 """Characters from which a prompt is tokenized in a thread, so that other requests' tokens do not wait for it."""
-
-
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-"""Files that transformers reads a vocabulary from."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +40,20 @@ class ModelText:
         return encoding.ids
 
 
-def load_model_text(path: Path) -> ModelText:
+def load_model_text(path: Path, *, load_format: str = "auto") -> ModelText:
     """Load the tokenizer of a model's directory.
+
+    Args:
+        path: the directory.
+        load_format: with "dummy", a directory without a tokenizer gets one that reads bytes.
 
     Raises:
         LaunchRefused: there is none, or none that the tokenizers library runs.
     """
-    if not any((path / name).is_file() for name in VOCABULARY_FILES):
-        # transformers would make an empty tokenizer from the config alone.
-        raise LaunchRefused(
-            f"{path} has no tokenizer (none of {', '.join(VOCABULARY_FILES)}): put tokenizer.json and "
-            f"tokenizer_config.json there."
-        )
     # A second or two; a server that is refused at its start does not spend them.
-    from transformers import AutoTokenizer
+    from atom.engine.model_files import load_config, load_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise LaunchRefused(
-            f"{path} has no tokenizer that can be loaded: {error}. Put tokenizer.json and tokenizer_config.json there."
-        ) from error
+    tokenizer = load_tokenizer(path, load_format=load_format)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise LaunchRefused(
@@ -75,12 +63,5 @@ def load_model_text(path: Path) -> ModelText:
     backend.no_truncation()
     backend.no_padding()
     vocabulary = Vocabulary(backend)
-    return ModelText(tokenizer, vocabulary, min(vocabulary.size, _embeddings(path)))
-
-
-def _embeddings(path: Path) -> int:
-    config = json.loads((path / "config.json").read_text())
-    for part in (config, config.get("text_config", {})):
-        if "vocab_size" in part:
-            return int(part["vocab_size"])
-    raise LaunchRefused(f"{path / 'config.json'} names no vocab_size: complete it.")
+    embeddings = load_config(path).get_text_config().vocab_size
+    return ModelText(tokenizer, vocabulary, min(vocabulary.size, embeddings))
