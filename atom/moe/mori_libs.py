@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 AITER_WIRE = "ROCm/aiter#4984"
@@ -195,9 +195,7 @@ class Source:
                 else (base / "__init__.py",)
             )
             found = next((file for file in files if file.is_file()), None)
-            self._trees[module] = (
-                None if found is None else ast.parse(found.read_bytes(), str(found))
-            )
+            self._trees[module] = None if found is None else _parse(found, found.stat().st_mtime_ns)
         return self._trees[module]
 
     def find(self, module: str, attribute: str) -> ast.AST | None:
@@ -215,6 +213,12 @@ class Source:
         has = parameters(node)
         missing = [] if has is None else [p for p in name.parameters if p not in has]
         return f"{name}({', '.join(missing)})" if missing else None
+
+
+@lru_cache(maxsize=64)
+def _parse(file: Path, changed_ns: int) -> ast.Module:
+    """A file's syntax tree; ``changed_ns`` is its modification time, so that a changed file is parsed again."""
+    return ast.parse(file.read_bytes(), str(file))
 
 
 def _definition(node: ast.AST, name: str) -> ast.AST | None:

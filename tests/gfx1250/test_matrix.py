@@ -66,9 +66,9 @@ def would_work(combination: Combination) -> Exception | None:
             return shuffle.moe_shuffle_scale(plain, experts_cnt=g.experts)
 
         mega(
-            torch.zeros(1, g.hidden, dtype=torch.bfloat16),
-            torch.ones(1, g.topk),
-            torch.arange(g.topk, dtype=torch.int32)[None],
+            torch.zeros(0, g.hidden, dtype=torch.bfloat16),
+            torch.ones(0, g.topk),
+            torch.zeros(0, g.topk, dtype=torch.int32),
             w1=weight(2 * g.inter, g.hidden // 2),
             w2=weight(g.hidden, g.inter // 2),
             w1_scale=scale(2 * g.inter, g.hidden // 32),
