@@ -91,14 +91,18 @@ class AtomExpertParallel(EPImplementation):
             hidden_states: ``[T, H]``. top_k_index: ``[T, K]``, global ids. top_k_weights: ``[T, K]``.
 
         Returns:
-            bf16 ``[T, H]``.
+            ``[T, H]`` in the dtype of ``hidden_states``; what travels and what is computed is bf16.
         """
-        return self.mega(
+        dtype = hidden_states.dtype
+        if dtype is not torch.bfloat16:
+            hidden_states = hidden_states.to(torch.bfloat16)
+        out = self.mega(
             hidden_states.contiguous(),
             top_k_weights.to(torch.float32).contiguous(),
             top_k_index.to(torch.int32).contiguous(),
             self.weights,
         )
+        return out if dtype is torch.bfloat16 else out.to(dtype)
 
 
 EPImplementationInterface.register(IMPLEMENTATION, AtomExpertParallel)

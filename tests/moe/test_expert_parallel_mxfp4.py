@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from atom.engine.checkpoint import Checkpoint
 from atom.engine.loading import load_config, load_model
 from atom.errors import LaunchRefused
 from atom.moe.expert_parallel import moe_layers
+from atom.moe.expert_weights import from_mxfp4
 from atom.moe.mega_moe import create_mega_moe
-from atom.moe.model_config import LayerGroup, group_layers, moe_layers_of
+from atom.moe.model_config import LayerGroup, describe, group_layers, moe_layers_of
 from atom.moe.spec import GateMode
 from atom.wire.format import Wire, resolve_wire
 from tests.moe.models import A8W4, config_of, mega_alone, relative_error, save_random
@@ -87,6 +89,37 @@ def test_bytes_are_those_of_the_file(mxfp4):
             assert ours.numpy().tobytes() == tensors[f"{name}.{theirs}"].numpy().tobytes()
         assert torch.equal(layer.weights.bias1, tensors[f"{name}.gate_up_proj_bias"].float())
         assert torch.equal(layer.weights.bias2, tensors[f"{name}.down_proj_bias"].float())
+
+
+@pytest.mark.parametrize("mode", list(GateMode))
+def test_each_rank_reads_its_own_experts(mxfp4, mode):
+    config = load_config(mxfp4)
+    layer = moe_layers_of(config)[1]
+    tensors = load_file(mxfp4 / "model.safetensors")
+    read: list[tuple[int, int]] = []
+    checkpoint = Checkpoint(mxfp4)
+
+    def reading(name: str, start: int, stop: int) -> torch.Tensor:
+        read.append((start, stop))
+        return checkpoint.read(name, start, stop)
+
+    parts = [
+        from_mxfp4(
+            layer,
+            describe(config, ep_size=4, ep_rank=rank, max_tokens=8)[0],
+            mode,
+            reading,
+            device=torch.device("cpu"),
+        )
+        for rank in range(4)
+    ]
+    assert set(read) == {(0, 2), (2, 4), (4, 6), (6, 8)}
+    whole = tensors[f"{layer.name}.gate_up_proj_blocks"].flatten(2)
+    if mode is GateMode.CONCAT:
+        whole = torch.cat((whole[:, 0::2], whole[:, 1::2]), 1)
+    assert torch.equal(torch.cat([part.w1 for part in parts]), whole)
+    bias2 = tensors[f"{layer.name}.down_proj_bias"].float()
+    assert torch.equal(torch.cat([part.bias2 for part in parts]), bias2)
 
 
 @torch.inference_mode()
