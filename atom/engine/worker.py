@@ -143,7 +143,7 @@ def _configure_process(config: WorkerConfig) -> None:
         format=f"%(asctime)s %(levelname)s rank {config.rank}: %(message)s",
         stream=sys.stderr,
     )
-    for noisy in ("transformers", "numba", "torch.distributed"):
+    for noisy in ("transformers", "numba", "torch.distributed", "ContinuousBatchingLogger"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     threads = envs.read("ATOM_THREADS")
     if threads is None:

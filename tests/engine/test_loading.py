@@ -22,12 +22,12 @@ from atom.engine.loading import (
     resolve_model_path,
 )
 from atom.errors import LaunchRefused
-from atom.moe.expert_parallel import moe_layers
+from atom.moe.expert_parallel import moe_layers, run_empty
 from atom.moe.expert_weights import random_weights
 from atom.moe.model_config import describe, moe_layers_of
 from atom.moe.spec import GateMode
 from atom.wire import mx
-from tests.moe.models import config_of, mega_alone, save_random
+from tests.moe.models import config_of, mega_alone, relative_error, save_random
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +262,20 @@ def test_layers_answer_in_order(saved):
     config = load_config(saved)
     model = load_model(saved, config, mega_alone(config))
     assert len(moe_layers(model)) == 2, "the layer between is dense"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.inference_mode()
+def test_a_gpu_holds_the_same_model(saved):
+    config = load_config(saved)
+    device = torch.device("cuda", torch.cuda.current_device())
+    on_cpu = load_model(saved, config, mega_alone(config))
+    on_gpu = load_model(saved, config, mega_alone(config, device=device), device=device)
+    for cpu, gpu in zip(moe_layers(on_cpu), moe_layers(on_gpu), strict=True):
+        for name in ("w1", "w1_scale", "w2", "w2_scale"):
+            assert torch.equal(getattr(cpu.weights, name), getattr(gpu.weights, name).cpu())
+    tokens = torch.arange(3, 30)[None]
+    logits = on_gpu(tokens.to(device)).logits.cpu()
+    assert relative_error(logits, on_cpu(tokens).logits) < 0.4
+    run_empty(on_gpu)
