@@ -104,11 +104,15 @@ def save_random(config: PreTrainedConfig, path: Path, seed: int = 0) -> PreTrain
     return model.eval()
 
 
-def mega_alone(config: PreTrainedConfig, environ: dict[str, str] = A8W4) -> MegaMoE:
+def mega_alone(
+    config: PreTrainedConfig,
+    environ: dict[str, str] = A8W4,
+    device: torch.device | str = "cpu",
+) -> MegaMoE:
     """The real MegaMoE of a rank that holds all experts."""
     geometry, recipe = describe(config, ep_size=1, ep_rank=0, max_tokens=256)
     return create_mega_moe(
-        geometry, recipe, resolve_wire(environ), group=None, device=torch.device("cpu")
+        geometry, recipe, resolve_wire(environ), group=None, device=torch.device(device)
     )
 
 
