@@ -66,7 +66,8 @@ def model_from(args: argparse.Namespace, *, max_tokens: int) -> Model | None:
     given = {name: getattr(args, name) for name in ("hidden", "inter", "experts", "topk")}
     if args.config is not None:
         # transformers takes seconds to import, which sizes given as flags need not wait for.
-        from atom.engine.loading import load_config, resolve_model_path
+        from atom.engine.model_files import load_config
+        from atom.engine.model_path import resolve_model_path
         from atom.moe.model_config import group_layers, moe_layers_of
 
         config = load_config(resolve_model_path(args.config))
