@@ -117,6 +117,12 @@ class BenchServer:
                 raise ServerFailed(f"not healthy after {self._timeout:g} s:\n{self.log_end()}")
             time.sleep(0.1)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; its ranks are its children."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def log_end(self, lines: int = 30) -> str:
         """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
