@@ -120,6 +120,7 @@ class CpuExperts:
         common["fp8"] = fp8
         common["first"] = geometry.ep_rank * geometry.local_experts
         common["local"] = geometry.local_experts
+        common["total"] = geometry.experts
         common["topk"] = geometry.topk
         common["hidden"] = geometry.hidden
         common["inter"] = geometry.inter
@@ -181,8 +182,11 @@ class CpuExperts:
             topk_ids: int32 ``[R, K]``, global ids; those of other ranks are passed over.
             topk_weights: float32 ``[R, K]``.
             out: bf16 ``[R, hidden]``.
+
+        Raises:
+            ValueError: an id is no expert's.
         """
-        kernel.experts_layer(
+        done = kernel.experts_layer(
             weights.prepared.layer,
             codes.data_ptr(),
             codes.stride(0),
@@ -196,6 +200,8 @@ class CpuExperts:
             out.data_ptr(),
             out.stride(0) * 2,
         )
+        if not done:
+            check_ids(topk_ids, self._geometry)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +245,19 @@ def check_weights(weights: ExpertWeights, geometry: MoEGeometry, recipe: ExpertR
                 f"it must be contiguous {wanted[0]} {wanted[1]} (experts={geometry.experts} over "
                 f"ep_size={geometry.ep_size}, hidden={h}, inter={i})."
             )
+
+
+def check_ids(topk_ids: torch.Tensor, geometry: MoEGeometry) -> None:
+    """Refuse ids ``[T, K]`` that are no experts'.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    bad = topk_ids[(topk_ids < 0) | (topk_ids >= geometry.experts)]
+    if len(bad):
+        raise ValueError(
+            f"topk_ids holds {int(bad[0])}: expert ids are global and lie in 0..{geometry.experts - 1}."
+        )
 
 
 def _pair_tiles(rows: torch.Tensor, gate_mode: GateMode) -> torch.Tensor:

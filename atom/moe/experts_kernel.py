@@ -14,19 +14,15 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from atom.moe.experts_tile import (
-    COLUMNS,
-    LANES,
-    ROWS,
-    VNNI,
+from atom.moe.experts_tile import COLUMNS, LANES, ROWS, VNNI, double_e2m1_block, multiply_rows
+from atom.moe.raw_memory import (
     bits_to_f32,
-    double_e2m1_block,
     f32_pointer,
     f32_to_bits,
-    multiply_rows,
     read_f32,
     read_i32,
     read_u8,
+    to_bf16,
     u16_pointer,
 )
 from atom.wire.format import BLOCK
@@ -43,6 +39,7 @@ LAYER = np.dtype(
             "fp8",  # 1 where the A operand is fp8, 0 where it is fp4
             "first",  # id of the first local expert
             "local",  # local experts
+            "total",  # experts of all ranks
             "topk",
             "hidden",
             "inter",
@@ -90,8 +87,16 @@ def experts_layer(
         codes, scales: the A operand's codes and e8m0 bytes, ``[R, payload]`` and ``[R, H/32]``.
         ids, weights: int32 and float32 ``[R, K]``; an id that is not local is another rank's.
         out: bf16 ``[R, H]``, the weighted sum over this rank's experts, rounded once.
+
+    Returns:
+        False where an id is no expert's, and nothing was computed.
     """
     layer = layers[0]
+    for r in range(rows):
+        for k in range(layer.topk):
+            expert = read_i32(ids + r * ids_stride + 4 * k)
+            if expert < 0 or expert >= layer.total:
+                return False
     for begin in range(0, rows, CHUNK):
         count = min(CHUNK, rows - begin)
         starts, pair_row, pair_weight = _route(
@@ -117,6 +122,7 @@ def experts_layer(
         _experts(layer, starts, pair_row, pair_weight, operand, aux, total)
         for r in range(count):
             _store_bf16(total[r], out + (begin + r) * out_stride)
+    return True
 
 
 @_helper
@@ -322,8 +328,4 @@ def _store_bf16(values, address):
     for t in range(values.shape[0]):
         row, target = values[t], out[t]
         for n in range(COLUMNS):
-            bits = np.uint32(f32_to_bits(row[n]))
-            even = (bits >> np.uint32(16)) & np.uint32(1)
-            rounded = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
-            nan = row[n] != row[n]
-            target[n] = np.uint16(0x7FC0) if nan else np.uint16(rounded)
+            target[n] = to_bf16(row[n])

@@ -7,16 +7,22 @@ Shape suffixes: T tokens of this rank, K topk, H hidden.
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
+from atom import envs
+from atom.errors import LaunchRefused
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
-from atom.wire.format import Wire
+from atom.wire.format import Wire, WireChoice
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("atom.moe")
 
 
 @dataclass
@@ -119,3 +125,110 @@ class MegaMoE(Protocol):
     def close(self) -> None:
         """Free what the backend holds. Calling it twice is harmless."""
         ...
+
+
+class Transport(StrEnum):
+    """The backends, best first: ``ATOM_MOE_TRANSPORT=auto`` takes the first that can run."""
+
+    MORI = "mori"
+    SYMMETRIC = "symmetric"
+    DISTRIBUTED = "distributed"
+
+
+_MODULES = {
+    Transport.MORI: "atom.moe.mori_v2",
+    Transport.SYMMETRIC: "atom.moe.symmetric",
+    Transport.DISTRIBUTED: "atom.moe.distributed",
+}
+"""Imported when they are considered, since their libraries need not be there."""
+
+
+def _why_not(
+    transport: Transport, device: torch.device, group: dist.ProcessGroup | None
+) -> str | None:
+    """Why a backend cannot run on this device and group, or None when it can."""
+    if transport is Transport.DISTRIBUTED:
+        return None
+    if device.type != "cuda":
+        return f"the device is {device.type}, not a GPU"
+    try:
+        module = importlib.import_module(_MODULES[transport])
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    if transport is Transport.MORI:
+        return module.why_not(device)
+    return module.why_not(device, group)
+
+
+def choose_transport(
+    environ: Mapping[str, str] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> tuple[Transport, str]:
+    """The backend for this device and group, and why, in a few words.
+
+    Args:
+        environ: mapping to read ``ATOM_MOE_TRANSPORT`` from instead of ``os.environ``.
+        device: where tokens and weights are. group: the expert group; None on a rank alone.
+
+    Raises:
+        LaunchRefused: the backend that was asked for by name cannot run here.
+    """
+    asked = envs.read("ATOM_MOE_TRANSPORT", environ)
+    found = envs.as_found("ATOM_MOE_TRANSPORT", environ)
+    if asked != "auto":
+        reason = _why_not(Transport(asked), device, group)
+        if reason is not None:
+            raise LaunchRefused(
+                f"{found}: the {asked} backend cannot run here: {reason}. Set it to auto, or unset it, to take a "
+                f"backend that can."
+            )
+        return Transport(asked), found
+    passed_over = []
+    for transport in Transport:
+        reason = _why_not(transport, device, group)
+        if reason is None:
+            break
+        passed_over.append(f"not {transport}: {reason}")
+    return transport, "; ".join(passed_over) or f"{found}, and it can run"
+
+
+def create_mega_moe(
+    geometry: MoEGeometry,
+    recipe: ExpertRecipe,
+    choice: WireChoice,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    environ: Mapping[str, str] | None = None,
+) -> MegaMoE:
+    """Build the MegaMoE of a model and log its startup line. All ranks of the group call it together.
+
+    Args:
+        geometry: sizes. recipe: how experts are computed. choice: wire and A operand.
+        group: the expert group; None on a rank alone.
+        device: where tokens and weights are.
+        environ: mapping to read instead of ``os.environ``.
+
+    Raises:
+        LaunchRefused: no backend can run, or not the one that was asked for, here or on another rank.
+    """
+    try:
+        transport, why = choose_transport(environ, device, group)
+        answer = str(transport)
+    except LaunchRefused as refusal:
+        answer = str(refusal)
+    answers = [answer]
+    if group is not None:
+        answers = [""] * group.size()
+        dist.all_gather_object(answers, answer, group=group)
+    if len(set(answers)) > 1:
+        table = "".join(f"\n  rank {rank}: {theirs}" for rank, theirs in enumerate(answers))
+        raise LaunchRefused(f"the ranks do not agree on a MoE backend:{table}")
+    if answer not in set(Transport):
+        raise LaunchRefused(answer)
+    logger.info("MoE backend: %s (%s)", transport, why)
+    build = importlib.import_module(_MODULES[transport]).build
+    mega = build(geometry, recipe, choice, group=group, device=device)
+    logger.info(mega.built.startup_line())
+    return mega

@@ -1,0 +1,349 @@
+"""The MegaMoE backend over any torch.distributed group: gloo on CPU, NCCL or RCCL on GPUs, or no group at all.
+
+One layer: each token goes at most once to a rank (:mod:`atom.moe.rows`), as one packed row, after one exchange of counts;
+rows that stay on this rank are not exchanged. On a quantizing wire the sender quantizes a token once; on a bf16 wire the
+receiver quantizes what arrived, with the same function, so the expert GEMM sees the same bytes on either wire.
+
+Each rank adds the weighted outputs of its experts for a row in float32 and rounds the sum to bf16, once, for the way back,
+as upstream's combine does; rows that never left are rounded too, so that a token's result does not depend on the rank it
+lives on. The partial sums are added in float32 in rank order, and the total is rounded to bf16.
+
+Shape suffixes: T tokens of this rank, K topk, H hidden, R rows that this rank's experts work on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from atom.moe.exchange import COUNT_BYTES, CollectiveExchange, Exchange, PeerExchange
+from atom.moe.experts import CpuExperts
+from atom.moe.mega_moe import Built, WireCounters
+from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize
+from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
+from atom.wire.format import AOperand, Wire, WireChoice, check_wire
+
+
+def build(
+    geometry: MoEGeometry,
+    recipe: ExpertRecipe,
+    choice: WireChoice,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> DistributedMegaMoE:
+    """See :class:`DistributedMegaMoE`."""
+    return DistributedMegaMoE(geometry, recipe, choice, group, device)
+
+
+class Experts(Protocol):
+    """The grouped expert GEMM of one kind of device; :class:`~atom.moe.experts.CpuExperts` says what its verbs do."""
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights: ...
+
+    def run(
+        self,
+        weights: ExpertWeights,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """What this rank's experts work on: its own rows first, then those of the other ranks in rank order.
+
+    Attributes:
+        codes: uint8 ``[R, H]`` (fp8) or ``[R, H / 2]`` (fp4), the A operand. scales: uint8 ``[R, H / 32]``.
+        topk_ids: int32 ``[R, K]``, global. topk_weights: float32 ``[R, K]``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """What combine needs of a dispatch.
+
+    Attributes:
+        tokens: T.
+        plan: where each token went; None where there is no group.
+        sent: rows sent to each other rank. received: rows from each other rank.
+    """
+
+    tokens: int
+    plan: RoutePlan | None
+    sent: list[int]
+    received: list[int]
+
+
+class DistributedMegaMoE:
+    """MegaMoE over a torch.distributed group; see the module's text.
+
+    Calls must come from one thread. What ``dispatch`` returns lies in buffers that the next ``dispatch`` reuses.
+    """
+
+    def __init__(
+        self,
+        geometry: MoEGeometry,
+        recipe: ExpertRecipe,
+        choice: WireChoice,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            geometry: sizes.
+            recipe: how experts are computed.
+            choice: wire and A operand.
+            group: the expert group, whose ranks are the geometry's; None computes everything here. Its timeout bounds
+                how long a layer waits for a peer.
+            device: where tokens and weights are.
+
+        Raises:
+            LaunchRefused: the wire does not fit the A operand.
+            ValueError: the group is not the one that the geometry describes.
+        """
+        layout = check_wire(choice, geometry.hidden)
+        _check_group(geometry, group)
+        device = torch.device(device)
+        self.counters = WireCounters()
+        self.built = Built(
+            geometry=geometry,
+            recipe=recipe,
+            transport="local" if group is None else transport_name(group, device),
+            wire=choice.wire,
+            force_a8w4=choice.force_a8w4,
+        )
+        self._geometry = geometry
+        self._wire = choice.wire
+        self._a_operand = choice.a_operand
+        self._experts = _experts(geometry, recipe, choice.a_operand, device)
+        self._form = RowFormat.of(layout, geometry.topk)
+        self._scale_bytes = layout.scale_bytes
+        self._rows: Rows | None = None
+        self._exchange: Exchange | None = None
+        if group is not None:
+            kind = CpuRows if device.type == "cpu" else TorchRows
+            self._rows = kind(geometry, choice.wire, self._form)
+            peers = device.type == "cpu" and self.built.transport == "gloo"
+            self._exchange = PeerExchange(group) if peers else CollectiveExchange(group, device)
+        self._outbound, self._inbound, self._results, self._returned = (
+            Buffer(device) for _ in range(4)
+        )
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """See :meth:`atom.moe.mega_moe.MegaMoE.prepare`.
+
+        Raises:
+            ValueError: the weights are not what geometry and recipe say.
+        """
+        return self._experts.prepare(weights)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        weights: ExpertWeights,
+    ) -> torch.Tensor:
+        """See :meth:`atom.moe.mega_moe.MegaMoE.__call__`.
+
+        Raises:
+            ValueError: tensors other than that says, more than ``max_tokens`` of them, or an id that is no expert's.
+        """
+        dispatched, handle = self.dispatch(hidden_states, topk_weights, topk_ids)
+        results = self.compute(dispatched, weights)
+        self.counters.calls += 1
+        return self.combine(results, handle)
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[Dispatched, Handle]:
+        """Bring each token to the ranks of its experts.
+
+        Args:
+            hidden_states: bf16 ``[T, H]``. topk_weights: ``[T, K]``. topk_ids: ``[T, K]``, global.
+
+        Returns:
+            What arrived, valid until the next call, and what :meth:`combine` needs.
+        """
+        hidden_states, topk_weights, topk_ids = self._checked(hidden_states, topk_weights, topk_ids)
+        tokens = hidden_states.shape[0]
+        if self._exchange is None:
+            codes, scales = quantize(hidden_states, self._a_operand.wire)
+            here = Dispatched(
+                codes=codes, scales=scales, topk_ids=topk_ids, topk_weights=topk_weights
+            )
+            return here, Handle(tokens=tokens, plan=None, sent=[], received=[])
+
+        parts = (hidden_states, topk_ids, topk_weights)
+        plan = self._rows.plan(topk_ids)
+        sent = list(plan.counts)
+        own, sent[self._geometry.ep_rank] = sent[self._geometry.ep_rank], 0
+        self._exchange.announce(sent)
+        width = self._form.bytes
+        outbound = self._outbound.take(sum(sent), width)
+        self._rows.pack(plan, *parts, outbound)
+        self._exchange.send(outbound, sent)
+        received = self._exchange.announced()
+        arrived = self._inbound.take(own + sum(received), width)
+        self._exchange.receive(arrived[own:], received)
+        # While rows are under way.
+        self._rows.pack_own(plan, *parts, outbound, arrived[:own])
+        self._exchange.finish()
+        self._count_dispatch(sent)
+        handle = Handle(tokens=tokens, plan=plan, sent=sent, received=received)
+        return self._unpacked(arrived), handle
+
+    def compute(self, dispatched: Dispatched, weights: ExpertWeights) -> torch.Tensor:
+        """The experts' results: bf16 ``[R, H]``, the weighted sum over this rank's experts, valid until the next call."""
+        rows, hidden = dispatched.codes.shape[0], self._geometry.hidden
+        if self._exchange is None:
+            results = dispatched.codes.new_empty((rows, hidden), dtype=torch.bfloat16)
+        else:
+            results = self._results.take(rows, 2 * hidden).view(torch.bfloat16)
+        self._experts.run(
+            weights,
+            dispatched.codes,
+            dispatched.scales,
+            dispatched.topk_ids,
+            dispatched.topk_weights,
+            results,
+        )
+        return results
+
+    def combine(self, results: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Bring results back to their tokens' ranks and add them.
+
+        Args:
+            results: bf16 ``[R, H]``, for the rows that ``dispatch`` gave. handle: from the same ``dispatch``.
+
+        Returns:
+            bf16 ``[T, H]``.
+        """
+        if self._exchange is None:
+            return results
+        own = results.shape[0] - sum(handle.received)
+        returned = self._returned.take(sum(handle.sent), 2 * self._geometry.hidden)
+        outbound = results[own:].view(torch.uint8)
+        self._exchange.send(outbound, handle.received)
+        self._exchange.receive(returned, handle.sent)
+        self._exchange.finish()
+        # A rank that leaves after its last layer must not leave a peer waiting for its results.
+        self._exchange.settle()
+        self.counters.combine += outbound.numel()
+        return self._rows.add(handle.plan, results[:own], returned.view(torch.bfloat16))
+
+    def close(self) -> None:
+        """Free the buffers. The group is its owner's."""
+        for buffer in (self._outbound, self._inbound, self._results, self._returned):
+            buffer.free()
+
+    def _checked(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        geometry = self._geometry
+        tokens = hidden_states.shape[0]
+        if hidden_states.dtype is not torch.bfloat16 or hidden_states.shape != (
+            tokens,
+            geometry.hidden,
+        ):
+            raise ValueError(
+                f"hidden_states is {hidden_states.dtype} {tuple(hidden_states.shape)}: give bfloat16 "
+                f"[tokens, {geometry.hidden}]."
+            )
+        routing = (tokens, geometry.topk)
+        if topk_ids.shape != routing or topk_weights.shape != routing:
+            raise ValueError(
+                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+                f"{routing}: one entry for each of hidden_states' {tokens} tokens and each of topk={geometry.topk} choices."
+            )
+        if tokens > geometry.max_tokens:
+            raise ValueError(
+                f"{tokens} tokens on one rank exceed max_tokens={geometry.max_tokens}: raise "
+                f"--max-num-batched-tokens, or send fewer tokens a step."
+            )
+        return (
+            hidden_states.contiguous(),
+            topk_weights.to(torch.float32).contiguous(),
+            topk_ids.to(torch.int32).contiguous(),
+        )
+
+    def _unpacked(self, arrived: torch.Tensor) -> Dispatched:
+        """Views of packed rows; on a bf16 wire they are quantized here."""
+        form = self._form
+        payload = arrived[:, : form.payload]
+        if self._wire is Wire.BF16:
+            codes, scales = quantize(payload.view(torch.bfloat16), self._a_operand.wire)
+        else:
+            codes = payload
+            scales = arrived[:, form.payload : form.payload + self._scale_bytes]
+        return Dispatched(
+            codes=codes,
+            scales=scales,
+            topk_ids=arrived[:, form.ids : form.weights].view(torch.int32),
+            topk_weights=arrived[:, form.weights :].view(torch.float32),
+        )
+
+    def _count_dispatch(self, sent: list[int]) -> None:
+        counters, rows = self.counters, sum(sent)
+        counters.rows += rows
+        counters.payload += rows * self._form.payload
+        counters.scales += rows * self._form.scales
+        counters.routing += rows * (self._form.bytes - self._form.ids)
+        counters.routing += COUNT_BYTES * (self._geometry.ep_size - 1)
+
+
+class Buffer:
+    """Bytes on a device that grow to the most that was asked for. What they hold is lost when they grow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.free()
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        """The first bytes as uint8 ``[rows, width]``; what was taken before lies in the same place."""
+        size = rows * width
+        if size > self._bytes.numel():
+            grown = max(size, 2 * self._bytes.numel())
+            self._bytes = torch.empty(grown, dtype=torch.uint8, device=self._device)
+        return self._bytes[:size].view(rows, width)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+
+def transport_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries this device's tensors in a group: gloo, nccl, rccl, …"""
+    name = group._get_backend(device).name().lower()
+    return "rccl" if name == "nccl" and torch.version.hip is not None else name
+
+
+def _experts(
+    geometry: MoEGeometry, recipe: ExpertRecipe, a_operand: AOperand, device: torch.device
+) -> Experts:
+    if device.type == "cpu":
+        return CpuExperts(geometry, recipe, a_operand)
+    from atom.moe.experts_triton import TritonExperts
+
+    return TritonExperts(geometry, recipe, a_operand, device)
+
+
+def _check_group(geometry: MoEGeometry, group: dist.ProcessGroup | None) -> None:
+    found = (1, 0) if group is None else (group.size(), group.rank())
+    if found != (geometry.ep_size, geometry.ep_rank):
+        raise ValueError(
+            f"the geometry is of rank {geometry.ep_rank} of {geometry.ep_size}, but "
+            + ("there is no group." if group is None else f"this is rank {found[1]} of {found[0]}.")
+        )
