@@ -29,8 +29,13 @@ from atom.wire.format import WireChoice
 __all__ = ["MoriMegaMoE", "build", "receive_bound", "resolve_choice", "why_not"]
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why ``auto`` does not take this backend on this device, or None when it does."""
+def why_not(device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """Why this backend cannot run on this device, or None when it can.
+
+    Args:
+        device: where tokens and weights are.
+        group: the expert group. Any will do: it carries what ranks tell each other, and mori connects by itself.
+    """
     arch = architecture(device)
     if arch != mori_checks.ARCHITECTURE:
         return f"the device is {arch or device.type}, not {mori_checks.ARCHITECTURE}"
