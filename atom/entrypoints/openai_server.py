@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -13,11 +14,10 @@ import uvloop
 
 from atom import envs
 from atom.engine.launch import Placement, RankProcesses, describe_exit
-from atom.engine.model_path import resolve_model_path
 from atom.entrypoints.openai.args import ServerArgs, parse_args
+from atom.entrypoints.openai.preflight import preflight
 from atom.entrypoints.openai.server import STOP_S, Server, listen, worker_config
 from atom.errors import REFUSED_EXIT_STATUS, LaunchRefused
-from atom.wire.format import resolve_wire
 
 logger = logging.getLogger("atom.server")
 
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit status: 0 after a stop, 2 for a launch that was refused, 1 when a rank failed."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        for name in envs.TABLE:
-            envs.read(name)
-        resolve_wire()
-        resolve_model_path(args.model)
+        placement = Placement.from_environment(args.tensor_parallel_size)
+        if placement.rank is None:
+            # Ranks that were started apart refuse together: their peers would wait for one that left early.
+            preflight(args.model)
         logging.basicConfig(
             level=envs.read("ATOM_LOG_LEVEL").upper(),
             format="%(asctime)s %(levelname)s server: %(message)s",
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for noisy in ("uvicorn", "asyncio", "transformers"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        placement = Placement.from_environment(args.tensor_parallel_size)
         if not placement.serves_http:
             return _run_rank(args, placement)
         sock = listen(args.host, args.port)
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED_EXIT_STATUS
 
 
-async def _serve(args: ServerArgs, placement: Placement, sock) -> int:
+async def _serve(args: ServerArgs, placement: Placement, sock: socket.socket) -> int:
     return await Server(args, placement, sock).run()
 
 

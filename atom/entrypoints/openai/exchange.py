@@ -98,7 +98,7 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFull():
             return ApiError(429, str(error), type="rate_limit_error", code="queue_full")
         case EngineFailed():
-            return unavailable(f"the server has failed: {error}.", "engine_failed")
+            return unavailable(f"the request cannot be finished: {error}.", "engine_failed")
         case _:
             logger.error("unexpected error", exc_info=error)
             return ApiError(500, "the server made an error; its log has more.", type="server_error")

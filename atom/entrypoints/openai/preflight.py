@@ -1,0 +1,42 @@
+"""What can be refused before any process starts, so that a mistake costs no waiting.
+
+Everything here is checked again by the ranks, who know more; this only says no sooner.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from atom import envs
+from atom.engine.model_path import resolve_model_path
+from atom.wire.format import check_wire, resolve_wire
+
+
+def preflight(model: str) -> None:
+    """Check the environment, that the model is there, and that the wire fits its A operand.
+
+    Args:
+        model: ``--model`` as given.
+
+    Raises:
+        LaunchRefused: the launch cannot work.
+    """
+    for name in envs.TABLE:
+        envs.read(name)
+    choice = resolve_wire()
+    hidden = _hidden_size(resolve_model_path(model))
+    # Where aiter is installed it may know better which A operand it takes, and only a rank asks it.
+    if hidden is not None and importlib.util.find_spec("aiter") is None:
+        check_wire(choice, hidden)
+
+
+def _hidden_size(path: Path) -> int | None:
+    """The width of a token row as config.json has it, None where it does not say so in the usual place."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+        hidden = config.get("text_config", config).get("hidden_size")
+    except (ValueError, AttributeError):
+        return None
+    return hidden if isinstance(hidden, int) and hidden > 0 else None
