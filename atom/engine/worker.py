@@ -36,10 +36,10 @@ from atom.engine.protocol import (
 from atom.errors import REFUSED_EXIT_STATUS, LaunchRefused
 from atom.moe import expert_parallel
 from atom.moe.agreement import Refusal, agree, library_versions
-from atom.moe.mega_moe import create_mega_moe
+from atom.moe.mega_moe import create_mega_moe, resolve_choice
 from atom.moe.model_config import describe
 from atom.moe.spec import ExpertRecipe, MoEGeometry
-from atom.wire.format import WireChoice, WireLayout, check_wire, resolve_wire
+from atom.wire.format import WireChoice, WireLayout, check_wire
 
 logger = logging.getLogger("atom.worker")
 
@@ -210,7 +210,7 @@ def _plan(config: WorkerConfig) -> _Plan:
         ep_rank=config.rank,
         max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
     )
-    choice = resolve_wire()
+    choice = resolve_choice(recipe, device=device)
     layout = check_wire(choice, geometry.hidden)
     return _Plan(
         path=path,

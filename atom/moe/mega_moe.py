@@ -20,7 +20,7 @@ import torch.distributed as dist
 from atom import envs
 from atom.errors import LaunchRefused
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
-from atom.wire.format import Wire, WireChoice
+from atom.wire.format import Wire, WireChoice, resolve_wire
 
 logger = logging.getLogger("atom.moe")
 
@@ -191,6 +191,28 @@ def choose_transport(
             break
         passed_over.append(f"not {transport}: {reason}")
     return transport, "; ".join(passed_over) or f"{found}, and it can run"
+
+
+def resolve_choice(
+    recipe: ExpertRecipe, *, device: torch.device, environ: Mapping[str, str] | None = None
+) -> WireChoice:
+    """Wire and A operand of a launch, as the backend that will run it reads them; the pair is not checked yet.
+
+    Where mori will run, aiter's own answer for the A operand holds; elsewhere the environment's.
+
+    Args:
+        recipe: how experts are computed.
+        device: where tokens and weights will be.
+        environ: mapping to read instead of ``os.environ``.
+
+    Raises:
+        LaunchRefused: the environment is not accepted, or aiter's answer fits no wire that was asked for.
+    """
+    if envs.read("ATOM_MOE_TRANSPORT", environ) in ("auto", Transport.MORI):
+        mori = importlib.import_module(_MODULES[Transport.MORI])
+        if mori.why_not(device, None) is None:
+            return mori.resolve_choice(recipe)
+    return resolve_wire(environ)
 
 
 def create_mega_moe(
