@@ -99,7 +99,8 @@ def summarize_stacks(raw: str) -> str:
     for line in raw.splitlines():
         stack, _, count = line.rpartition(" ")
         frames = stack.split(";")
-        if not any("atom/engine" in frame for frame in frames):
+        # Threads that only wait (for the parent's end, say) are no part of a step.
+        if not any("atom/engine/lockstep.py" in frame for frame in frames):
             continue
         tops[frames[-1]] += int(count)
         stages[_stage(frames)] += int(count)
