@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from atom.moe.exchange import COUNT_BYTES, CollectiveExchange, Exchange, PeerExchange
+from atom.moe.exchange import COUNT_BYTES, Exchange
 from atom.moe.experts import CpuExperts
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize
@@ -135,8 +135,7 @@ class DistributedMegaMoE:
         if group is not None:
             kind = CpuRows if device.type == "cpu" else TorchRows
             self._rows = kind(geometry, choice.wire, self._form)
-            peers = device.type == "cpu" and self.built.transport == "gloo"
-            self._exchange = PeerExchange(group) if peers else CollectiveExchange(group, device)
+            self._exchange = Exchange(group, device)
         self._outbound, self._inbound, self._results, self._returned = (
             Buffer(device) for _ in range(4)
         )
@@ -194,10 +193,9 @@ class DistributedMegaMoE:
         width = self._form.bytes
         outbound = self._outbound.take(sum(sent), width)
         self._rows.pack(plan, *parts, outbound)
-        self._exchange.send(outbound, sent)
         received = self._exchange.announced()
         arrived = self._inbound.take(own + sum(received), width)
-        self._exchange.receive(arrived[own:], received)
+        self._exchange.start(arrived[own:], outbound, received, sent)
         # While rows are under way.
         self._rows.pack_own(plan, *parts, outbound, arrived[:own])
         self._exchange.finish()
@@ -236,11 +234,8 @@ class DistributedMegaMoE:
         own = results.shape[0] - sum(handle.received)
         returned = self._returned.take(sum(handle.sent), 2 * self._geometry.hidden)
         outbound = results[own:].view(torch.uint8)
-        self._exchange.send(outbound, handle.received)
-        self._exchange.receive(returned, handle.sent)
+        self._exchange.start(returned, outbound, handle.sent, handle.received)
         self._exchange.finish()
-        # A rank that leaves after its last layer must not leave a peer waiting for its results.
-        self._exchange.settle()
         self.counters.combine += outbound.numel()
         return self._rows.add(handle.plan, results[:own], returned.view(torch.bfloat16))
 
