@@ -217,8 +217,34 @@ def server_environment(entry: dict[str, Any]) -> dict[str, str]:
     return {**kept, **entry["env"]}
 
 
+def refuse_balanced_routing(value: object, where: str) -> None:
+    """Refuse to score what runs with ATOM_FAKE_EPLB, under which a model's text is nonsense.
+
+    Raises:
+        ValueError: ``value`` says that it is on.
+    """
+    if str(value).strip().lower() not in ("", "0", "false", "none"):
+        raise ValueError(
+            f"{where} has ATOM_FAKE_EPLB: balanced routing is for benchmarks, and an accuracy under it says nothing. "
+            f"Unset it, and start the server without it."
+        )
+
+
+def server_version(url: str) -> dict[str, Any]:
+    """What ``/version`` says; empty for a server that has no such endpoint."""
+    try:
+        return dict(get_json(f"{url}/version"))
+    except (OSError, ValueError):
+        return {}
+
+
 def judge(entry: dict[str, Any], url: str, task: Task) -> bool:
-    """Score a running server, print and record the result; True when it reaches the threshold."""
+    """Score a running server, print and record the result; True when it reaches the threshold.
+
+    Raises:
+        ValueError: the server runs with balanced routing.
+    """
+    refuse_balanced_routing(server_version(url).get("fake_eplb"), f"the server at {url}")
     accuracy = entry["accuracy"]
     model = get_json(f"{url}/v1/models")["data"][0]["id"]
     score = task(Client(url=url, model=model))
@@ -300,6 +326,10 @@ def main(argv: Sequence[str]) -> int:
     entry = catalog[args.name]
     interrupt_on_signals()
     try:
+        refuse_balanced_routing(os.environ.get("ATOM_FAKE_EPLB"), "the environment")
+        refuse_balanced_routing(
+            entry["env"].get("ATOM_FAKE_EPLB"), f"the catalog entry {args.name}"
+        )
         task = TASKS[entry["accuracy"]["task"]](args)
         if args.url is not None:
             return 0 if judge(entry, args.url.rstrip("/"), task) else 1

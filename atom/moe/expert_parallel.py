@@ -32,6 +32,7 @@ from transformers.distributed.expert_parallel import (
     apply_expert_parallelism,
 )
 
+from atom.moe import balance
 from atom.moe.mega_moe import MegaMoE
 from atom.moe.model_config import experts_names
 from atom.moe.spec import ExpertWeights
@@ -80,7 +81,8 @@ class AtomExpertParallel(EPImplementation):
         self.mega = mega
         self.weights = mega.prepare(weights)
         strip(experts)
-        experts.forward = self
+        balanced = balance.configured(mega.built.geometry)
+        experts.forward = self if balanced is None else balanced.wrap(self)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

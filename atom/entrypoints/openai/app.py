@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 import atom
+from atom import envs
 from atom.engine.router import EngineFailed, QueueFull
 from atom.entrypoints.openai.chat import create_chat_completion
 from atom.entrypoints.openai.completions import create_completion
@@ -108,7 +109,7 @@ def _add_information(app: FastAPI, context: Context) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, Any]:
-        """Versions, and what the wire carries (null while starting)."""
+        """Versions, what the wire carries (null while starting), and whether routing is a benchmark's."""
         ready = next((view.ready for view in context.router.ranks if view.ready), None)
         return {
             "version": atom.__version__,
@@ -117,6 +118,7 @@ def _add_information(app: FastAPI, context: Context) -> None:
             "wire": ready and ready.wire,
             "a_operand": ready and ready.a_operand,
             "transport": ready and ready.transport,
+            "fake_eplb": envs.read("ATOM_FAKE_EPLB"),
         }
 
     @app.get("/v1/models")
