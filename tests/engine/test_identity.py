@@ -53,15 +53,28 @@ def both_wires(rank: int, prompts: list[list[list[int]]], operand: str) -> tuple
     )
 
 
+def every_case(rank: int, shared: list, lopsided: list) -> dict[str, tuple]:
+    return {
+        "0": both_wires(rank, shared, "0"),
+        "1": both_wires(rank, shared, "1"),
+        "idle": both_wires(rank, lopsided, "0"),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, tuple]]:
+    """What each rank gave in each case; one start of two ranks serves them all."""
+    return run_ranks(2, every_case, token_ids(2), [token_ids(1)[0][:4], []], timeout=170)
+
+
 @pytest.mark.parametrize("operand", ["0", "1"], ids=["bf16 and fp4", "bf16 and fp8"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_and_logits_are_the_same_on_both_wires(ranks, operand):
+def test_tokens_and_logits_are_the_same_on_both_wires(ranks, operand, request):
     assert len(PROMPTS) >= 32
-    prompts = token_ids(ranks)
     if ranks == 1:
-        results = [both_wires(0, prompts, operand)]
+        results = [both_wires(0, token_ids(1), operand)]
     else:
-        results = run_ranks(ranks, both_wires, prompts, operand, timeout=120)
+        results = [rank[operand] for rank in request.getfixturevalue("two_ranks")]
     hidden = loading.load_config(loading.resolve_model_path(MODEL)).hidden_size
     for (tokens, logits, counters), (q_tokens, q_logits, q_counters) in results:
         assert tokens == q_tokens
@@ -74,12 +87,11 @@ def test_tokens_and_logits_are_the_same_on_both_wires(ranks, operand):
         assert (counters["rows"] > 0) == (ranks > 1)
 
 
-def test_a_rank_without_requests_serves_the_others_experts():
-    prompts = [token_ids(1)[0][:4], []]
-    results = run_ranks(2, both_wires, prompts, "0", timeout=120)
-    for (busy, logits, _), (q_busy, q_logits, _) in results[:1]:
-        assert busy == q_busy and len(busy) == 4
-        assert all(torch.equal(a, b) for a, b in zip(logits, q_logits, strict=True))
-    for tokens, logits, counters in results[1]:
+def test_a_rank_without_requests_serves_the_others_experts(two_ranks):
+    busy, idle = (rank["idle"] for rank in two_ranks)
+    (tokens, logits, _), (q_tokens, q_logits, _) = busy
+    assert tokens == q_tokens and len(tokens) == 4
+    assert all(torch.equal(a, b) for a, b in zip(logits, q_logits, strict=True))
+    for tokens, logits, counters in idle:
         assert tokens == {} and logits == []
         assert counters["combine"] > 0 and counters["rows"] == 0
