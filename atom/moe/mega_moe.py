@@ -208,10 +208,9 @@ def resolve_choice(
     Raises:
         LaunchRefused: the environment is not accepted, or aiter's answer fits no wire that was asked for.
     """
-    if envs.read("ATOM_MOE_TRANSPORT", environ) in ("auto", Transport.MORI):
-        mori = importlib.import_module(_MODULES[Transport.MORI])
-        if mori.why_not(device, None) is None:
-            return mori.resolve_choice(recipe)
+    asked = envs.read("ATOM_MOE_TRANSPORT", environ)
+    if asked in ("auto", Transport.MORI) and _why_not(Transport.MORI, device, None) is None:
+        return importlib.import_module(_MODULES[Transport.MORI]).resolve_choice(recipe)
     return resolve_wire(environ)
 
 
