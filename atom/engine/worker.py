@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,10 +36,10 @@ from atom.engine.protocol import (
 from atom.errors import REFUSED_EXIT_STATUS, LaunchRefused
 from atom.moe import expert_parallel
 from atom.moe.agreement import Refusal, agree, library_versions
-from atom.moe.mega_moe import create_mega_moe, resolve_choice
+from atom.moe.mega_moe import MegaMoE, WireCounters, create_mega_moe, resolve_choice
 from atom.moe.model_config import describe
 from atom.moe.spec import ExpertRecipe, MoEGeometry
-from atom.wire.format import WireChoice, WireLayout, check_wire
+from atom.wire.format import Wire, WireChoice, WireLayout, check_wire
 
 logger = logging.getLogger("atom.worker")
 
@@ -200,7 +200,7 @@ class _Plan:
 
 
 def _plan(config: WorkerConfig) -> _Plan:
-    path = loading.resolve_model_path(config.model)
+    path = loading.resolve_model_path(config.model, load_format=config.load_format)
     model_config = loading.load_config(path)
     device = _device(config)
     limits = _limits(config, model_config)
@@ -265,9 +265,16 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
     assert isinstance(own, _Plan), "agree raises where a rank refuses"
     plan = own
     groups = _groups(config, store, plan.device)
-    mega = create_mega_moe(
-        plan.geometry, plan.recipe, plan.choice, group=groups.experts, device=plan.device
-    )
+    megas: list[MegaMoE] = []
+
+    def make_mega(geometry: MoEGeometry, recipe: ExpertRecipe, wire: Wire | None = None) -> MegaMoE:
+        choice = plan.choice if wire is None else replace(plan.choice, wire=wire)
+        megas.append(
+            create_mega_moe(geometry, recipe, choice, group=groups.experts, device=plan.device)
+        )
+        return megas[-1]
+
+    mega = make_mega(plan.geometry, plan.recipe)
     model = loading.load_model(
         plan.path,
         plan.model_config,
@@ -276,6 +283,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         device=plan.device,
         group=groups.experts,
         seed=config.seed,
+        make_mega=lambda other: make_mega(other.geometry, other.recipe, other.wire),
     )
     use_fused_norms(model)
     _wait_until_all_loaded(config, store)
@@ -285,7 +293,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
     channel.send(
         Ready(
             rank=config.rank,
-            startup_lines=[mega.built.startup_line()],
+            startup_lines=[each.built.startup_line() for each in megas],
             wire=str(mega.built.wire),
             row_bytes=plan.layout.row_bytes,
             transport=mega.built.transport,
@@ -303,10 +311,17 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         rank=config.rank,
         batcher=batcher,
         run_empty=lambda: expert_parallel.run_empty(model),
-        counters=lambda: mega.counters,
+        counters=lambda: _sum([each.counters for each in megas]),
         channel=channel,
         agree=Agree(groups.control),
     )
+
+
+def _sum(counters: list[WireCounters]) -> WireCounters:
+    if len(counters) == 1:
+        return counters[0]
+    names = [field.name for field in fields(WireCounters)]
+    return WireCounters(**{name: sum(getattr(c, name) for c in counters) for name in names})
 
 
 def _groups(config: WorkerConfig, store: dist.Store, device: torch.device) -> Groups:

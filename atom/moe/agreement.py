@@ -65,6 +65,7 @@ def agree(
     rank: int,
     world_size: int,
     timeout: float = 10.0,
+    start_timeout: float = 300.0,
 ) -> None:
     """Return once every rank has said the same; otherwise raise on every rank.
 
@@ -72,13 +73,14 @@ def agree(
         own: what this rank has (values are compared as text), or its refusal.
         store: the rendezvous store that all ranks share.
         rank: this rank. world_size: how many there are.
-        timeout: seconds after which this call has returned or raised, whatever the others do.
+        timeout: seconds after which this call has raised, whatever the others do, once two ranks are known to differ or
+            one to refuse.
+        start_timeout: seconds that a rank may take to come, as long as those that came agree: hosts start unevenly.
 
     Raises:
         LaunchRefused: ranks differ, refused, or did not answer. The message has a row for each field that differs and a
             column for each group of ranks that have the same.
     """
-    start = time.monotonic()
     refused = isinstance(own, Refusal)
     fields = environment() if refused else own
     said = {
@@ -86,8 +88,10 @@ def agree(
         "refusal": own.message if refused else None,
     }
     try:
-        answers = _exchange(said, store, rank, world_size, start + 0.8 * timeout)
-        message = _verdict(store, _disagreement(answers, world_size, 0.8 * timeout))
+        start = time.monotonic()
+        answers = _exchange(said, store, rank, world_size, 0.8 * timeout, start_timeout)
+        waited = round(time.monotonic() - start)
+        message = _verdict(store, _disagreement(answers, world_size, waited))
     except RuntimeError as error:
         if refused:
             raise LaunchRefused(own.message) from None
@@ -95,7 +99,7 @@ def agree(
             f"rank {rank} lost the rendezvous store before the ranks had compared what they were given: {error}. The "
             f"rank that holds it ended first; its log says why."
         ) from error
-    _wait_for_readers(store, rank, answers, start + timeout)
+    _wait_for_readers(store, rank, answers, time.monotonic() + 0.2 * timeout)
     if message:
         raise LaunchRefused(message)
 
@@ -105,20 +109,29 @@ def _text(value: object) -> str:
 
 
 def _exchange(
-    said: dict, store: Store, rank: int, world_size: int, deadline: float
+    said: dict, store: Store, rank: int, world_size: int, timeout: float, start_timeout: float
 ) -> dict[int, dict]:
-    """What each rank said, without those that said nothing until ``deadline`` or until another rank gave them up."""
+    """What each rank said, without those that said nothing in time or until another rank gave them up."""
     store.set(f"{_PREFIX}/{rank}", json.dumps(said))
-    answers = {}
-    for peer in range(world_size):
-        key = f"{_PREFIX}/{peer}"
-        while not store.check([key]) and not store.check([_VERDICT]):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL)
-        if store.check([key]):
-            answers[peer] = json.loads(store.get(key))
-    return answers
+    answers: dict[int, dict] = {}
+    deadline = time.monotonic() + start_timeout
+    doomed = False
+    while True:
+        given_up = store.check([_VERDICT])
+        for peer in set(range(world_size)) - answers.keys():
+            key = f"{_PREFIX}/{peer}"
+            if store.check([key]):
+                answers[peer] = json.loads(store.get(key))
+        if given_up or len(answers) == world_size or time.monotonic() > deadline:
+            return answers
+        if not doomed and _differ(answers):
+            doomed = True
+            deadline = min(deadline, time.monotonic() + timeout)
+        time.sleep(_POLL)
+
+
+def _differ(answers: dict[int, dict]) -> bool:
+    return any(said["refusal"] is not None for said in answers.values()) or bool(_table(answers))
 
 
 def _verdict(store: Store, message: str | None) -> str:

@@ -21,7 +21,12 @@ FP8 = FP4 | {"MEGA_WIRE": "fp8"}
 
 
 def _compare(
-    rank: int, world: int, port: int, timeout: float, waits: dict[int, str | None]
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    start_timeout: float,
+    waits: dict[int, str | float | None],
 ) -> tuple[str, float]:
     """One rank, with a TCP store that lives in rank 0's process: what came of it, and seconds it took."""
     store = dist.TCPStore(
@@ -36,7 +41,10 @@ def _compare(
         return "gone", 0.0
     if rank == 0:
         store.set("atom/test/start", "now")
-    store.wait([waits_for])
+    if isinstance(waits_for, str):
+        store.wait([waits_for])
+    else:
+        time.sleep(waits_for)
     start = time.monotonic()
     own: dict[str, object] | Refusal
     try:
@@ -46,7 +54,14 @@ def _compare(
     except LaunchRefused as refusal:
         own = Refusal(str(refusal))
     try:
-        agree(own, store=store, rank=rank, world_size=world, timeout=timeout)
+        agree(
+            own,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            start_timeout=start_timeout,
+        )
         said = "agreed"
     except LaunchRefused as refusal:
         said = str(refusal)
@@ -56,14 +71,15 @@ def _compare(
 def _run(
     environs: list[dict[str, str | None]],
     timeout: float = 10.0,
-    waits: dict[int, str | None] | None = None,
+    waits: dict[int, str | float | None] | None = None,
+    start_timeout: float | None = None,
 ) -> list[tuple[str, float]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return run_ranks(
-        len(environs), _compare, len(environs), port, timeout, waits or {}, env=environs
-    )
+    start_timeout = 0.8 * timeout if start_timeout is None else start_timeout
+    n = len(environs)
+    return run_ranks(n, _compare, n, port, timeout, start_timeout, waits or {}, env=environs)
 
 
 def _assert_all_fail_alike(answers: list[tuple[str, float]], timeout: float = 10.0) -> str:
@@ -102,6 +118,17 @@ def test_a_rank_that_is_gone_does_not_hang_the_others():
     answers = _run([FP4, FP4, FP4], timeout=1.5, waits={1: None})
     message = _assert_all_fail_alike(answers, timeout=1.5)
     assert "rank 1 gave no answer" in message
+
+
+def test_a_difference_is_told_without_waiting_for_who_has_not_started():
+    answers = _run([FP4, BF16, FP4], timeout=1.5, start_timeout=50, waits={2: None})
+    message = _assert_all_fail_alike(answers, timeout=1.5)
+    assert "rank 2 gave no answer" in message and "MEGA_WIRE" in message
+
+
+def test_a_slow_starter_is_waited_for_while_the_others_agree():
+    answers = _run([FP4, FP4], timeout=0.5, start_timeout=50, waits={1: 1.5})
+    assert [said for said, _ in answers] == ["agreed"] * 2
 
 
 def test_a_rank_that_comes_too_late_fails_with_the_others():
