@@ -350,6 +350,7 @@ def _warm_up(batcher: ContinuousBatcher) -> None:
 
     Every rank makes the same steps, so the layers' collectives match.
     """
+    logger.info("warming up: compiled kernels are made at the first start and kept for later ones")
     with torch.inference_mode():
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         batcher.add("warm-up", [0] * 40, params)
