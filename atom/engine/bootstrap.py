@@ -59,28 +59,34 @@ def open_store(config: WorkerConfig) -> Store:
     """The rendezvous store of all ranks.
 
     Raises:
-        torch.distributed.DistError: rank 0 could not be reached within :data:`STORE_TIMEOUT`.
+        SystemExit: not all ranks came within :data:`STORE_TIMEOUT`; the message goes to stderr, the status is 1.
     """
     import torch.distributed as dist
 
-    if config.store_port is None:
-        store, _, _ = next(
-            dist.rendezvous(
-                "env://",
-                rank=config.rank,
-                world_size=config.world_size,
-                timeout=STORE_TIMEOUT,
+    try:
+        if config.store_port is None:
+            store, _, _ = next(
+                dist.rendezvous(
+                    "env://",
+                    rank=config.rank,
+                    world_size=config.world_size,
+                    timeout=STORE_TIMEOUT,
+                )
             )
+            return store
+        return dist.TCPStore(
+            "127.0.0.1",
+            config.store_port,
+            is_master=config.rank == 0,
+            timeout=STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=config.store_fd,
         )
-        return store
-    return dist.TCPStore(
-        "127.0.0.1",
-        config.store_port,
-        is_master=config.rank == 0,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=config.store_fd,
-    )
+    except dist.DistError as error:
+        raise SystemExit(
+            f"rank {config.rank}: the {config.world_size} ranks did not all meet within "
+            f"{STORE_TIMEOUT.total_seconds():.0f} s: {error}"
+        ) from None
 
 
 def find_router(config: WorkerConfig, store: Store) -> tuple[str, str]:

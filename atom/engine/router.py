@@ -146,6 +146,7 @@ class Router:
         ranks: one view a rank.
         ready: set once every rank is ready.
         failure: why no request can be finished any more, None while all is well.
+        max_queue: requests in flight over which :meth:`admit` refuses.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Router:
         self.ranks = [RankView() for _ in range(world_size)]
         self.ready = asyncio.Event()
         self.failure: EngineFailed | None = None
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._on_failed = on_failed
         self._on_finished = on_finished
         self._requests: dict[str, InFlight] = {}
@@ -214,10 +215,10 @@ class Router:
         """
         if self.failure is not None:
             raise self.failure
-        if self.in_flight + count > self._max_queue:
+        if self.in_flight + count > self.max_queue:
             raise QueueFull(
                 f"{self.in_flight} requests are in flight and {count} more would exceed the queue of "
-                f"{self._max_queue} (ATOM_MAX_QUEUE): retry later."
+                f"{self.max_queue} (ATOM_MAX_QUEUE): retry later."
             )
 
     def submit(
@@ -249,6 +250,14 @@ class Router:
             mailbox=mailbox,
             received_at=received_at,
         )
+        submit = encode(
+            Submit(
+                request_id=request.request_id,
+                epoch=self._epoch + 1,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+            )
+        )
         self._next_id += 1
         self._epoch += 1
         self._requests[request.request_id] = request
@@ -256,15 +265,9 @@ class Router:
         view = self.ranks[rank]
         view.tokens += request.tokens
         view.requests += 1
-        submit = Submit(
-            request_id=request.request_id,
-            epoch=self._epoch,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-        )
         wake = encode(Wake(epoch=self._epoch))
         for other in range(len(self.ranks)):
-            self._send(other, encode(submit) if other == rank else wake)
+            self._send(other, submit if other == rank else wake)
         return request
 
     def cancel(self, request: InFlight, reason: str) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_a_host_that_is_lost_ends_the_others(tmp_path: Path) -> None:
     port = free_port()
     first = RunningServer(tmp_path, *TWO_RANKS, env=host_env(0, port))
     with stopped_afterwards(first):
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=90))
         router = msgspec.json.decode(store.get("atom/router"), type=RouterAddresses)
         assert router.lifeline is not None
         host, _, lifeline = router.lifeline.rpartition(":")

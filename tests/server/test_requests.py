@@ -117,6 +117,7 @@ def test_neutral_values_that_clients_send_are_accepted() -> None:
         ({"top_p": 0}, "top_p", "> 0"),
         ({"top_p": 1.1}, "top_p", "<= 1"),
         ({"top_k": -2}, "top_k", "-2"),
+        ({"top_k": 2**31}, "top_k", str(2**31)),
         ({"n": 0}, "n", "0"),
         ({"n": 1000}, "n", "128"),
         ({"n": True}, "n", "true"),
@@ -221,11 +222,25 @@ def test_messages_as_templates_take_them() -> None:
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(b"", "not JSON"), (b"{", "not JSON"), (b"[]", "object"), (b'{"prompt":"\xff"}', "not JSON")],
+    [
+        (b'{"model":"m","prompt":"x","tools":' + b"[" * 5000, "not JSON|does not know"),
+        (b'{"model":"m","prompt":"x","n":"3",', "n: expected int"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "object"),
+        (b'{"prompt":"\xff"}', "not JSON"),
+    ],
 )
 def test_a_body_that_is_no_object(body: bytes, said: str) -> None:
     with pytest.raises(ApiError, match=said) as caught:
         parse(body, CompletionRequest)
+    assert caught.value.status == 400
+
+
+def test_deep_nesting_is_refused() -> None:
+    body = b'{"model":"m","messages":[],"tools":' + b"[" * 10**5 + b"]" * 10**5 + b"}"
+    with pytest.raises(ApiError) as caught:
+        parse(body, ChatRequest)
     assert caught.value.status == 400
 
 

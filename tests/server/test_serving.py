@@ -328,9 +328,9 @@ def test_errors_as_the_openai_client_sees_them(
         complete(client, prompt=[5120])
     with pytest.raises(openai.BadRequestError, match="empty"):
         complete(client, prompt="")
-    with pytest.raises(openai.RateLimitError) as full:
-        complete(client, n=101, stream=True)
-    assert full.value.code == "queue_full"
+    with pytest.raises(openai.BadRequestError, match="101") as many:
+        complete(client, n=101)
+    assert many.value.param == "n"
     with pytest.raises(openai.APIStatusError) as large:
         complete(client, prompt="x" * 100_001)
     assert large.value.status_code == 413
@@ -338,6 +338,23 @@ def test_errors_as_the_openai_client_sees_them(
         tool: Any = {"type": "function", "function": {"name": "f"}}
         client.chat.completions.create(**GREEDY, messages=MESSAGES, tools=[tool])
     assert tools.value.param == "tools"
+
+
+def test_a_full_queue_takes_no_more(client: openai.OpenAI) -> None:
+    with complete(client, n=100, max_tokens=490, stream=True) as filling:
+        next(iter(filling))
+        with pytest.raises(openai.RateLimitError) as full:
+            complete(client, stream=True)
+        assert full.value.code == "queue_full"
+        assert full.value.response.headers["retry-after"] == "1"
+
+    def taken() -> bool:
+        try:
+            return bool(complete(client, max_tokens=1).choices)
+        except openai.RateLimitError:
+            return False
+
+    wait_for(taken, what="an emptier queue")
 
 
 def test_a_body_in_chunks_that_never_ends_is_refused(http: httpx.Client) -> None:

@@ -22,6 +22,7 @@ from atom.entrypoints.openai.streaming import Usage, collect, stream
 from atom.entrypoints.openai.tokenizer import ModelText
 from atom.entrypoints.openai.validation import (
     chat_sampling,
+    check_count,
     check_model,
     check_unsupported,
     stop_strings,
@@ -41,6 +42,7 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     asked = parse(await read_json_body(request, context.max_body_bytes), ChatRequest)
     check_model(asked, context.args.model_name)
     check_unsupported(asked)
+    check_count(1, asked.n, context.router.max_queue)
     messages = template_messages(asked.messages)
     text, longest = context.serving()
     prompt_ids = await text.encode(render(messages, text), special=False)

@@ -27,13 +27,13 @@ from atom.entrypoints.openai.protocol import CompletionRequest, parse
 from atom.entrypoints.openai.streaming import Usage, collect, stream
 from atom.entrypoints.openai.tokenizer import ModelText
 from atom.entrypoints.openai.validation import (
+    check_count,
     check_model,
     check_unsupported,
     completion_sampling,
     stop_strings,
 )
 
-MAX_PROMPTS = 1024
 _json = msgspec.json.Encoder().encode
 
 
@@ -48,6 +48,7 @@ async def create_completion(request: Request, context: Context) -> Response:
     check_model(asked, context.args.model_name)
     check_unsupported(asked)
     parts = _split(asked.prompt)
+    check_count(len(parts), asked.n, context.router.max_queue)
     text, longest = context.serving()
     prompts = [await _prompt(part, where, text, asked) for where, part in parts]
     plans: list[ChoicePlan] = []
@@ -101,8 +102,6 @@ def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
         return [("prompt", prompt)]
     if any(isinstance(item, int) for item in prompt):
         raise bad_value("prompt mixes tokens with texts or lists: give one kind.", "prompt")
-    if len(prompt) > MAX_PROMPTS:
-        raise bad_value(f"prompt has {len(prompt)} prompts: at most {MAX_PROMPTS}.", "prompt")
     return [(f"prompt[{n}]", item) for n, item in enumerate(prompt)]
 
 

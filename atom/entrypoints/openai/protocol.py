@@ -51,7 +51,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
     ignore_eos: bool | None = None
@@ -125,6 +125,8 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise _explain(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from None
 
 
 def _explain(text: str, body: bytes) -> ApiError:
@@ -146,12 +148,15 @@ def _explain(text: str, body: bytes) -> ApiError:
     reason = reason.replace("`", "")
     if not path:
         return bad_value(f"the body must be a JSON object: {reason}", None)
-    return bad_value(f"{path}={_shown(body, path)}: {reason[0].lower()}{reason[1:]}.", path)
+    return bad_value(f"{path}{_shown(body, path)}: {reason[0].lower()}{reason[1:]}.", path)
 
 
 def _shown(body: bytes, path: str) -> str:
-    """The value at a path such as ``messages[0].role``, shortened."""
-    value = msgspec.json.decode(body)
+    """``=VALUE`` for the value at a path such as ``messages[0].role``, shortened; empty where the body breaks off later."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
             value = value[name] if name else value[int(index)]
@@ -159,4 +164,4 @@ def _shown(body: bytes, path: str) -> str:
             # An ellipsis stands for a mapping's key; what holds it is shown.
             break
     text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 80 else text[:77] + "..."
+    return "=" + (text if len(text) <= 80 else text[:77] + "...")

@@ -73,6 +73,17 @@ def check_unsupported(request: GenerationRequest) -> None:
         raise bad_value("stream_options is only allowed with stream=true.", "stream_options")
 
 
+def check_count(prompts: int, n: int | None, max_queue: int) -> None:
+    """Refuse (400) a request for more choices than the queue could ever hold."""
+    choices = prompts * (n or 1)
+    if choices > max_queue:
+        raise bad_value(
+            f"n={n or 1} choices of {prompts} prompts are {choices} requests, more than the queue holds ({max_queue}, "
+            f"ATOM_MAX_QUEUE): ask for fewer at once.",
+            "n",
+        )
+
+
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
     """The request's stop strings."""
     if request.stop is None:
