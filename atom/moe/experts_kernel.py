@@ -16,6 +16,7 @@ from numba import carray, njit
 
 from atom.moe.experts_tile import COLUMNS, LANES, ROWS, VNNI, double_e2m1_block, multiply_rows
 from atom.moe.raw_memory import (
+    address,
     bits_to_f32,
     f32_pointer,
     f32_to_bits,
@@ -165,9 +166,9 @@ def _expand_row(layer, codes, scales, operand, aux):
     """
     code_bytes = BLOCK if layer.fp8 else BLOCK // 2
     step = BLOCK * layer.operand_bytes
-    values = operand.ctypes.data
-    start = aux.ctypes.data + 4
-    unit = _UNIT.ctypes.data
+    values = address(operand)
+    start = address(aux) + 4
+    unit = address(_UNIT)
     blocks = aux.shape[0]
     if layer.strategy == VNNI:
         for b in range(blocks):
@@ -198,7 +199,9 @@ def _experts(layer, starts, pair_row, pair_weight, operand, aux, total):
     scales = np.empty(layer.inter // BLOCK, np.uint8)
     inner = np.empty((most, layer.inter * layer.operand_bytes), np.uint8)
     inner_aux = np.empty((most, layer.inter // BLOCK, 2), np.int32)
-    inner_index = np.arange(most)
+    inner_index = np.empty(most, np.int64)
+    for r in range(most):
+        inner_index[r] = r
     tile = np.empty((ROWS, COLUMNS), np.float32)
     for expert in range(layer.local):
         begin, end = starts[expert], starts[expert + 1]
@@ -210,17 +213,17 @@ def _experts(layer, starts, pair_row, pair_weight, operand, aux, total):
                     min(ROWS, count - r),
                     operand,
                     aux,
-                    pair_row.ctypes.data + 8 * (begin + r),
+                    address(pair_row) + 8 * (begin + r),
                     layer.w1,
                     layer.w1_scale,
                     expert * tiles1 + t,
-                    gate_up.ctypes.data + 4 * COLUMNS * (r * tiles1 + t),
+                    address(gate_up) + 4 * COLUMNS * (r * tiles1 + t),
                     4 * COLUMNS * tiles1,
                 )
         for r in range(count):
             _activate(layer, gate_up[r], bias1[expert], active)
             _quantize(layer, active, codes, scales)
-            _expand_row(layer, codes.ctypes.data, scales.ctypes.data, inner[r], inner_aux[r])
+            _expand_row(layer, address(codes), address(scales), inner[r], inner_aux[r])
         for t in range(tiles2):
             for r in range(0, count, ROWS):
                 rows = min(ROWS, count - r)
@@ -229,11 +232,11 @@ def _experts(layer, starts, pair_row, pair_weight, operand, aux, total):
                     rows,
                     inner,
                     inner_aux,
-                    inner_index.ctypes.data + 8 * r,
+                    address(inner_index) + 8 * r,
                     layer.w2,
                     layer.w2_scale,
                     expert * tiles2 + t,
-                    tile.ctypes.data,
+                    address(tile),
                     4 * COLUMNS,
                 )
                 for i in range(rows):
@@ -250,10 +253,10 @@ def _tile(layer, rows, operand, aux, index, weights, scales, tile, out, out_stri
     multiply_rows(
         layer.strategy,
         rows,
-        operand.ctypes.data,
+        address(operand),
         operand.shape[1],
         index,
-        aux.ctypes.data,
+        address(aux),
         8 * blocks,
         weights + tile * blocks * layer.weight_block_bytes,
         scales + tile * blocks * 2 * COLUMNS,
@@ -290,13 +293,13 @@ def _activate(layer, gate_up, bias, active):
 def _quantize(layer, active, codes, scales):
     """One activated row to the A operand's format: uint8 codes and e8m0 bytes."""
     code_bytes = BLOCK if layer.fp8 else BLOCK // 2
-    source, target = active.ctypes.data, codes.ctypes.data
+    source, target = address(active), address(codes)
     for b in range(scales.size):
         quantize_block(
             F32_FP8 if layer.fp8 else F32_FP4,
             source + 4 * BLOCK * b,
             target + code_bytes * b,
-            scales.ctypes.data + b,
+            address(scales) + b,
         )
 
 

@@ -57,6 +57,12 @@ bits_to_f32 = _recast(types.int32, types.float32, ir.FloatType())
 f32_to_bits = _recast(types.float32, types.int32, ir.IntType(32))
 
 
+@njit(nogil=True, inline="always")
+def address(array):
+    """Where an array's data begins, signed: numba adds an unsigned address to an int as floats."""
+    return np.intp(array.ctypes.data)
+
+
 @njit(nogil=True, error_model="numpy")
 def to_bf16(value):
     """bf16 bits of a float32, rounded to nearest even; NaN stays NaN."""
