@@ -14,6 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from atom.moe import experts_tile, raw_memory
+from atom.moe.compiled import kernel
 from atom.moe.experts_tile import COLUMNS, LANES, ROWS, VNNI, double_e2m1_block, multiply_rows
 from atom.moe.raw_memory import (
     address,
@@ -26,6 +28,7 @@ from atom.moe.raw_memory import (
     to_bf16,
     u16_pointer,
 )
+from atom.wire import mx_kernels
 from atom.wire.format import BLOCK
 from atom.wire.mx_kernels import F32_FP4, F32_FP8, dequantize_block, quantize_block
 
@@ -66,7 +69,7 @@ _f32 = np.float32
 _helper = njit(nogil=True, error_model="numpy")
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(experts_tile, raw_memory, mx_kernels)
 def experts_layer(
     layers,
     codes,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from atom.moe import raw_memory
+from atom.moe.compiled import kernel
 from atom.moe.raw_memory import bits_to_f32, i32_pointer, to_bf16, u16_pointer
+from atom.wire import mx_kernels
 from atom.wire.format import BLOCK
 from atom.wire.mx_kernels import clear_bytes, copy_bytes, quantize_block
 
@@ -30,7 +33,7 @@ ROW = np.dtype(
     ]
 )
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
+_kernel = kernel(raw_memory, mx_kernels)
 _helper = njit(nogil=True, error_model="numpy")
 
 
