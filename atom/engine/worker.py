@@ -147,7 +147,9 @@ def _configure_process(config: WorkerConfig) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     threads = envs.read("ATOM_THREADS")
     if threads is None:
-        cores = len(os.sched_getaffinity(0))
+        # A core is left for the server's own process: threads of one parallel region wait for each other busily, and
+        # where one of them has to share its core, a step takes tens of times longer.
+        cores = len(os.sched_getaffinity(0)) - 1
         threads = max(1, cores // config.local_world_size)
     torch.set_num_threads(threads)
 
