@@ -1,0 +1,539 @@
+"""One layer's local experts on a GPU: which kernels run, with which tiles, on which copies of the weights.
+
+Three ways through the two projections, chosen by sizes alone, so that every wire takes the same one:
+
+- ``scaled``: the GPU has scaled matrix instructions (gfx950, gfx1250, sm_100 on), which take 4-bit weights as they are.
+- ``unpack``: it has none; 4-bit weights are read and unpacked in registers. Weights dominate what small batches read.
+- ``dense``: as ``unpack``, for large batches; the layer's weights are unpacked to bf16 in memory first.
+
+Nothing here waits for the GPU, and all sizes are known beforehand, so a call can be captured in a CUDA graph and replayed
+with other routings.
+
+Shape legend: S token slots, K topk, P = S * K, E local experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from atom.moe import dense_triton, gemm_triton, rows_triton, scaled_triton
+from atom.moe.experts import check_weights, reorder_rows
+from atom.moe.plan_triton import RoutingPlan, plan_routing
+from atom.moe.spec import Activation, ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
+from atom.wire.format import BLOCK, AOperand
+
+
+class Way(StrEnum):
+    """Way through the expert GEMM; see the module's text."""
+
+    SCALED = "scaled"
+    UNPACK = "unpack"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Tile of one projection.
+
+    Attributes:
+        rows: token rows. cols: weight rows; gate and up projections take as many of each.
+        step: input elements of one step of the loop.
+        warps, stages: threads / 32 of a program, and loads in flight.
+        per_sm: programs for each multiprocessor.
+    """
+
+    rows: int
+    cols: int
+    step: int
+    warps: int
+    stages: int
+    per_sm: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of both projections, with the same rows."""
+
+    up: Tile
+    down: Tile
+
+    def __post_init__(self) -> None:
+        assert self.up.rows == self.down.rows, "one plan serves both projections"
+
+
+def _both(rows: int, up_cols: int, down_cols: int, **rest: int) -> Tiles:
+    return Tiles(
+        up=Tile(rows=rows, cols=up_cols, **rest), down=Tile(rows=rows, cols=down_cols, **rest)
+    )
+
+
+DENSE_FROM = 160
+"""Rows an expert has on average from which unpacking the layer's weights to memory pays (measured: docs/gpu_results.md)."""
+
+UNPACK_TILES = {
+    16: _both(16, 64, 64, step=256, warps=4, stages=3, per_sm=3),
+    32: _both(32, 64, 64, step=256, warps=4, stages=3, per_sm=2),
+    64: _both(64, 64, 64, step=128, warps=4, stages=3, per_sm=2),
+    128: _both(128, 128, 128, step=64, warps=8, stages=3, per_sm=1),
+}
+DENSE_TILES = _both(128, 128, 256, step=64, warps=8, stages=4, per_sm=1)
+SCALED_TILES = {
+    16: _both(16, 64, 64, step=256, warps=4, stages=2, per_sm=4),
+    64: _both(64, 64, 64, step=256, warps=4, stages=2, per_sm=2),
+    128: _both(128, 128, 128, step=256, warps=8, stages=2, per_sm=1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """A layer's weights in the words of :mod:`~atom.moe.gemm_triton`.
+
+    Attributes:
+        words1: int32 ``[E, 2I, HP / 8]``, gate rows first; scales1: uint8 ``[E, 2I, HP / 32]``, raised.
+        words2, scales2: likewise ``[E, H, IP / …]``.
+        lowered1, lowered2: powers of two that the scales lack.
+        bias1: f32 ``[E, 2I]``, gate rows first, or None.
+    """
+
+    words1: torch.Tensor
+    scales1: torch.Tensor
+    lowered1: int
+    words2: torch.Tensor
+    scales2: torch.Tensor
+    lowered2: int
+    bias1: torch.Tensor | None
+
+
+class TritonExperts:
+    """The grouped expert GEMM on a GPU, for the local experts of one rank."""
+
+    def __init__(
+        self,
+        geometry: MoEGeometry,
+        recipe: ExpertRecipe,
+        a_operand: AOperand,
+        device: torch.device,
+        *,
+        scaled: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            geometry: sizes; hidden a multiple of 32.
+            recipe: how experts are computed.
+            a_operand: format in which rows arrive.
+            device: the GPU.
+            scaled: whether to use scaled matrix instructions; None asks the device. Triton emulates them elsewhere.
+        """
+        self._geometry = geometry
+        self._recipe = recipe
+        self._fp4 = a_operand is AOperand.FP4
+        self._scaled = has_scaled_instructions(device) if scaled is None else scaled
+        self._ptx = device.type == "cuda" and torch.version.hip is None
+        self._sms = 1
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._inter_padded = _padded(geometry.inter)
+        self._hidden_padded = _padded(geometry.hidden)
+        self._activation = {
+            "SWIGLU": recipe.activation is Activation.SWIGLU,
+            "LIMIT": float(recipe.swiglu_limit),
+            "ALPHA": float(recipe.swiglu_alpha),
+        }
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """The weights as the kernels want them. Only the biases' tensors are kept: what was given can be freed.
+
+        Raises:
+            ValueError: shapes, dtypes or biases other than the geometry and the recipe say.
+        """
+        check_weights(weights, self._geometry, self._recipe)
+        w1, w1_scale, bias1 = (
+            None if value is None else reorder_rows(value, self._recipe.gate_mode, GateMode.CONCAT)
+            for value in (weights.w1, weights.w1_scale, weights.bias1)
+        )
+        if self._scaled:
+            return replace(weights, w1=w1, w1_scale=w1_scale, prepared=bias1)
+        words1, scales1, lowered1 = _pack(w1, w1_scale)
+        words2, scales2, lowered2 = _pack(weights.w2, weights.w2_scale)
+        packed = _Packed(
+            words1=words1,
+            scales1=scales1,
+            lowered1=lowered1,
+            words2=words2,
+            scales2=scales2,
+            lowered2=lowered2,
+            bias1=bias1,
+        )
+        shapes = {
+            name: getattr(weights, name).to("meta") for name in ("w1", "w1_scale", "w2", "w2_scale")
+        }
+        return replace(weights, **shapes, prepared=packed)
+
+    def choose(self, assignments: int) -> tuple[Way, Tiles]:
+        """Way and tiles for about ``assignments`` (token, expert) pairs on this rank."""
+        rows = assignments / self._geometry.local_experts
+        if not self._scaled and rows >= DENSE_FROM:
+            return Way.DENSE, DENSE_TILES
+        way, tiles = (Way.SCALED, SCALED_TILES) if self._scaled else (Way.UNPACK, UNPACK_TILES)
+        return way, tiles[min((size for size in tiles if size >= rows), default=max(tiles))]
+
+    def plan(
+        self,
+        topk_ids: torch.Tensor,
+        tile_rows: int,
+        counts: torch.Tensor | None = None,
+    ) -> RoutingPlan:
+        """Sort the local assignments among ``topk_ids`` by expert; see :func:`~atom.moe.plan_triton.plan_routing`."""
+        geometry = self._geometry
+        return plan_routing(
+            topk_ids.contiguous(),
+            experts=geometry.local_experts,
+            first_expert=geometry.ep_rank * geometry.local_experts,
+            tile_rows=tile_rows,
+            counts=counts,
+        )
+
+    def run(
+        self,
+        weights: ExpertWeights,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write each row's weighted sum over the local experts, rounded once to bf16.
+
+        Args:
+            weights: as :meth:`prepare` returned them.
+            codes: uint8 ``[S, H]`` (fp8) or ``[S, H / 2]`` (fp4), any row stride. scales: uint8 ``[S, H / 32]``, likewise.
+            topk_ids: int32 ``[S, K]``, global ids; those of other ranks are passed over.
+            topk_weights: float32 ``[S, K]``.
+            out: bf16 ``[S, H]``, contiguous.
+        """
+        slots, topk = topk_ids.shape
+        if not slots:
+            return
+        geometry = self._geometry
+        # Of the rows that reach a rank, each has at least one choice here and on average this share of them.
+        local = max(1.0, topk / geometry.ep_size)
+        plan, y = self.project(weights, codes, scales, topk_ids, round(slots * local))
+        cols = columns(geometry.hidden)
+        rows_triton.combine[(slots, triton.cdiv(geometry.hidden, cols))](
+            y, plan.position, topk_weights.contiguous(), out, K=topk, H=geometry.hidden, COLS=cols
+        )
+
+    def project(
+        self,
+        weights: ExpertWeights,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        topk_ids: torch.Tensor,
+        assignments: int,
+        *,
+        counts: torch.Tensor | None = None,
+        chosen: tuple[Way, Tiles] | None = None,
+    ) -> tuple[RoutingPlan, torch.Tensor]:
+        """Both projections of every local assignment.
+
+        Args:
+            weights, codes, scales, topk_ids: as in :meth:`run`.
+            assignments: about how many assignments are local; it decides the way and the tiles.
+            counts: int32 ``[n]``: the slots are n equal regions with so many live rows each.
+            chosen: way and tiles instead of :meth:`choose`'s.
+
+        Returns:
+            The plan, and each assignment's result ``[P, H]`` in its order: f32, or bf16 on the dense way.
+        """
+        way, tiles = self.choose(assignments) if chosen is None else chosen
+        plan = self.plan(topk_ids, tiles.up.rows, counts)
+        topk = topk_ids.shape[1]
+        if way is Way.SCALED:
+            return plan, self._scaled_way(weights, codes, scales, plan, topk, tiles)
+        if way is Way.UNPACK:
+            return plan, self._unpack_way(weights, codes, scales, plan, topk, tiles, counts)
+        return plan, self._dense_way(weights, codes, scales, plan, topk, tiles)
+
+    def _unpack_way(self, weights, codes, scales, plan, topk, tiles, counts) -> torch.Tensor:
+        geometry, packed = self._geometry, weights.prepared
+        hidden, inter = geometry.hidden, geometry.inter
+        slots = codes.shape[0]
+        x = codes.new_empty(slots, self._hidden_padded, dtype=torch.bfloat16)
+        cols = columns(hidden)
+        regions = 1 if counts is None else counts.numel()
+        programs = min(slots * triton.cdiv(hidden, cols), 8 * self._sms)
+        rows_triton.expand_slots[(programs,)](
+            codes,
+            scales,
+            x,
+            counts,
+            codes.stride(0),
+            scales.stride(0),
+            regions,
+            slots // regions,
+            H=hidden,
+            HP=self._hidden_padded,
+            FP4=self._fp4,
+            HAS_COUNTS=counts is not None,
+            STEP=tiles.up.step,
+            COLS=cols,
+        )
+        act = x.new_empty(slots * topk, self._inter_padded)
+        grid, shape = self._launch(tiles.up, plan, inter)
+        gemm_triton.gate_up[grid](
+            x,
+            packed.words1,
+            packed.scales1,
+            packed.bias1,
+            act,
+            plan.order,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            LOWERED=packed.lowered1,
+            TOPK=topk,
+            K=hidden,
+            KP=self._hidden_padded,
+            I=inter,
+            IP=self._inter_padded,
+            FP4=self._fp4,
+            HAS_BIAS=self._recipe.bias,
+            OUT_STEP=tiles.down.step,
+            PTX=self._ptx,
+            **self._activation,
+            **shape,
+        )
+        y = x.new_empty(slots * topk, hidden, dtype=torch.float32)
+        grid, shape = self._launch(tiles.down, plan, hidden)
+        gemm_triton.down[grid](
+            act,
+            packed.words2,
+            packed.scales2,
+            weights.bias2,
+            y,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            LOWERED=packed.lowered2,
+            K=inter,
+            KP=self._inter_padded,
+            N=hidden,
+            HAS_BIAS=self._recipe.bias,
+            PTX=self._ptx,
+            **shape,
+        )
+        return y
+
+    def _dense_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
+        geometry, packed = self._geometry, weights.prepared
+        hidden, inter, experts = geometry.hidden, geometry.inter, geometry.local_experts
+        assignments = codes.shape[0] * topk
+        x = codes.new_empty(assignments, hidden, dtype=torch.bfloat16)
+        self.expand(codes, scales, plan, topk, x)
+        act = x.new_empty(assignments, inter)
+        w1 = self.unpacked(packed.words1, packed.scales1, packed.lowered1, hidden)
+        grid, shape = self._launch(tiles.up, plan, inter)
+        up = tiles.up
+        dense_triton.dense_gate_up[grid](
+            TensorDescriptor.from_tensor(x, [up.rows, up.step]),
+            TensorDescriptor.from_tensor(w1.view(experts * 2 * inter, hidden), [up.cols, up.step]),
+            packed.bias1,
+            act,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            K=hidden,
+            I=inter,
+            FP4=self._fp4,
+            HAS_BIAS=self._recipe.bias,
+            **self._activation,
+            **shape,
+        )
+        del w1
+        w2 = self.unpacked(packed.words2, packed.scales2, packed.lowered2, inter)
+        y = x  # No longer read, and as large.
+        grid, shape = self._launch(tiles.down, plan, hidden)
+        down = tiles.down
+        dense_triton.dense_down[grid](
+            TensorDescriptor.from_tensor(act, [down.rows, down.step]),
+            TensorDescriptor.from_tensor(w2.view(experts * hidden, inter), [down.cols, down.step]),
+            weights.bias2,
+            y,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            K=inter,
+            N=hidden,
+            HAS_BIAS=self._recipe.bias,
+            **shape,
+        )
+        return y
+
+    def _scaled_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
+        geometry = self._geometry
+        hidden, inter = geometry.hidden, geometry.inter
+        assignments = codes.shape[0] * topk
+        act = codes.new_empty(assignments, inter // 2 if self._fp4 else inter)
+        act_scales = codes.new_empty(assignments, inter // BLOCK)
+        grid, shape = self._launch(tiles.up, plan, inter)
+        scaled_triton.scaled_gate_up[grid](
+            codes,
+            scales,
+            weights.w1,
+            weights.w1_scale,
+            weights.prepared,
+            act,
+            act_scales,
+            plan.order,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            codes.stride(0),
+            scales.stride(0),
+            TOPK=topk,
+            K=hidden,
+            I=inter,
+            FP4=self._fp4,
+            HAS_BIAS=self._recipe.bias,
+            **self._activation,
+            **shape,
+        )
+        y = codes.new_empty(assignments, hidden, dtype=torch.float32)
+        grid, shape = self._launch(tiles.down, plan, hidden)
+        scaled_triton.scaled_down[grid](
+            act,
+            act_scales,
+            weights.w2,
+            weights.w2_scale,
+            weights.bias2,
+            y,
+            plan.offsets,
+            plan.tile_expert,
+            plan.tile_start,
+            K=inter,
+            N=hidden,
+            FP4=self._fp4,
+            HAS_BIAS=self._recipe.bias,
+            **shape,
+        )
+        return y
+
+    def _launch(self, tile: Tile, plan: RoutingPlan, width: int) -> tuple[tuple[int], dict]:
+        """Grid and the arguments that every projection's kernel takes."""
+        col_tiles = triton.cdiv(width, tile.cols)
+        programs = min(plan.tile_expert.numel() * col_tiles, self._sms * tile.per_sm)
+        return (programs,), {
+            "EXPERTS": self._geometry.local_experts,
+            "COL_TILES": col_tiles,
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "STEP": tile.step,
+            "PROGRAMS": programs,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def expand(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        plan: RoutingPlan,
+        topk: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Write each assignment's A operand row, as bf16 ``[P, H]`` in the plan's order."""
+        hidden = self._geometry.hidden
+        cols = columns(hidden)
+        rows = 4096 // cols
+        grid = (triton.cdiv(out.shape[0], rows), triton.cdiv(hidden, cols))
+        rows_triton.expand_sorted[grid](
+            codes,
+            scales,
+            out,
+            plan.order,
+            plan.offsets,
+            codes.stride(0),
+            scales.stride(0),
+            TOPK=topk,
+            EXPERTS=self._geometry.local_experts,
+            H=hidden,
+            FP4=self._fp4,
+            ROWS=rows,
+            COLS=cols,
+        )
+
+    def unpacked(
+        self, words: torch.Tensor, scales: torch.Tensor, lowered: int, width: int
+    ) -> torch.Tensor:
+        """Packed weights ``[E, N, …]`` as bf16 ``[E, N, width]``."""
+        experts, rows, count = words.shape
+        out = torch.empty(experts, rows, width, dtype=torch.bfloat16, device=words.device)
+        grid, tile = _word_tiles(experts * rows, count)
+        gemm_triton.unpack_weights[grid](
+            words,
+            scales,
+            out.view(torch.int32),
+            experts * rows,
+            LOWERED=lowered,
+            K=width,
+            KP=count * 8,
+            PTX=self._ptx,
+            **tile,
+        )
+        return out
+
+
+def columns(hidden: int) -> int:
+    """Columns of one program of a row-wise kernel."""
+    return max(BLOCK, min(1024, triton.next_power_of_2(hidden)))
+
+
+def has_scaled_instructions(device: torch.device) -> bool:
+    """Whether the GPU multiplies MX codes by itself."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return arch in ("gfx950", "gfx1250")
+    return torch.cuda.get_device_capability(device)[0] in (10, 12)
+
+
+def _padded(width: int) -> int:
+    return triton.cdiv(width, gemm_triton.PAD) * gemm_triton.PAD
+
+
+def _word_tiles(rows: int, words: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and tile of a kernel that goes over ``[rows, words]``."""
+    tile = {"WORDS": min(256, triton.next_power_of_2(words))}
+    tile["ROWS"] = 1024 // tile["WORDS"]
+    return (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(words, tile["WORDS"]),), tile
+
+
+def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Words, raised scale bytes and the powers of two they lack, from uint8 ``[E, N, K / 2]`` and ``[E, N, K / 32]``."""
+    experts, rows, _ = codes.shape
+    width = scales.shape[2] * BLOCK
+    padded = _padded(width)
+    # A raised scale is a bf16 exponent and ends at 254: scales above 2 are lowered, all by as much.
+    largest = int(torch.where(scales == 0xFF, 0, scales).amax())
+    lowered = max(0, largest - 128)
+    words = torch.empty(experts, rows, padded // 8, dtype=torch.int32, device=codes.device)
+    raised = torch.empty(experts, rows, padded // BLOCK, dtype=torch.uint8, device=codes.device)
+    grid, tile = _word_tiles(experts * rows, padded // 8)
+    gemm_triton.pack_weights[grid](
+        codes.contiguous().view(torch.int32),
+        scales.contiguous(),
+        words,
+        raised,
+        experts * rows,
+        126 - lowered,
+        K=width,
+        KP=padded,
+        **tile,
+    )
+    return words, raised, lowered
