@@ -115,7 +115,9 @@ TABLE: dict[str, EnvVar] = {
             default="none",
             allowed="none or unset",
             meaning="aiter's format of the rows that go back on gfx1250; here they are bf16 on every wire",
-            parse=_only("none", "results go back in bf16, so that outputs are the same on every wire"),
+            parse=_only(
+                "none", "results go back in bf16, so that outputs are the same on every wire"
+            ),
         ),
         EnvVar(
             name="AITER_USE_GROUPED_GEMM",
@@ -177,7 +179,7 @@ TABLE: dict[str, EnvVar] = {
             name="ATOM_THREADS",
             default=None,
             allowed="a whole number greater than zero",
-            meaning="compute threads of one rank on CPU; unset shares the cores evenly between this host's ranks",
+            meaning="compute threads of one rank on CPU; unset shares all cores but one evenly between this host's ranks",
             parse=_positive(int),
         ),
         EnvVar(
