@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class CpuExperts:
     """The grouped expert GEMM on the CPU, for the local experts of one rank.
 
-    It computes on the calling thread. A row's result does not depend on the rows beside it, nor on their number.
+    It computes on the calling thread, one call at a time. A row's result does not depend on the rows beside it, nor on their number.
     """
 
     def __init__(
@@ -134,6 +135,13 @@ class CpuExperts:
         self._common = common
         self._geometry = geometry
         self._recipe = recipe
+        self._scratch_bytes = partial(
+            kernel.scratch_bytes,
+            geometry.hidden,
+            geometry.inter,
+            tile.OPERAND_BYTES[self._strategy],
+        )
+        self._scratch = np.empty(self._scratch_bytes(min(64, geometry.max_tokens)), np.uint8)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """The same weights with ``prepared`` in the layout of the kernel.
@@ -142,12 +150,12 @@ class CpuExperts:
             ValueError: shapes, dtypes or biases other than the geometry and the recipe say.
         """
         check_weights(weights, self._geometry, self._recipe)
-        w1, w1_scale, bias1 = (
-            None if value is None else _pair_tiles(value, self._recipe.gate_mode)
-            for value in (weights.w1, weights.w1_scale, weights.bias1)
-        )
-        bias2 = weights.bias2
-        if not self._recipe.bias:
+        gate_mode = self._recipe.gate_mode
+        w1, w1_scale = (_pair_tiles(rows, gate_mode) for rows in (weights.w1, weights.w1_scale))
+        if self._recipe.bias:
+            bias1 = reorder_rows(weights.bias1, gate_mode, GateMode.CONCAT)
+            bias2 = weights.bias2
+        else:
             bias1 = torch.zeros(weights.w1.shape[:2])
             bias2 = torch.zeros(weights.w2.shape[:2])
         held = {
@@ -186,6 +194,9 @@ class CpuExperts:
         Raises:
             ValueError: an id is no expert's.
         """
+        needed = self._scratch_bytes(codes.shape[0])
+        if needed > self._scratch.size:
+            self._scratch = np.empty(needed, np.uint8)
         done = kernel.experts_layer(
             weights.prepared.layer,
             codes.data_ptr(),
@@ -199,6 +210,7 @@ class CpuExperts:
             codes.shape[0],
             out.data_ptr(),
             out.stride(0) * 2,
+            self._scratch,
         )
         if not done:
             check_ids(topk_ids, self._geometry)

@@ -22,10 +22,12 @@ from atom.moe.raw_memory import (
     bits_to_f32,
     f32_pointer,
     f32_to_bits,
+    i32_pointer,
     read_f32,
     read_i32,
     read_u8,
     to_bf16,
+    u8_pointer,
     u16_pointer,
 )
 from atom.wire import mx_kernels
@@ -34,6 +36,9 @@ from atom.wire.mx_kernels import F32_FP4, F32_FP8, dequantize_block, quantize_bl
 
 CHUNK = 1024
 """Rows that go through together, at most: it bounds the scratch memory."""
+
+GROUP = 64
+"""Rows of one expert that go through together, at most: their intermediate results stay in cache."""
 
 LAYER = np.dtype(
     [
@@ -47,9 +52,9 @@ LAYER = np.dtype(
             "topk",
             "hidden",
             "inter",
-            "w1",  # addresses, in the layouts of experts_tile; w1's and bias1's rows are 16 gates and 16 ups in turn
+            "w1",  # addresses, in the layouts of experts_tile; w1's rows are 16 gates and 16 ups in turn,
             "w1_scale",
-            "bias1",
+            "bias1",  # the gates' and then the ups'
             "w2",
             "w2_scale",
             "bias2",
@@ -69,6 +74,13 @@ _f32 = np.float32
 _helper = njit(nogil=True, error_model="numpy")
 
 
+def scratch_bytes(hidden: int, inter: int, operand_bytes: int, rows: int) -> int:
+    """Bytes of scratch memory for ``rows`` rows: operand, aux and total of each, and what a group of one expert needs."""
+    row = hidden * (operand_bytes + 4) + hidden // BLOCK * 8
+    group = 4 * hidden + inter * (operand_bytes + 8) + inter // BLOCK * 8
+    return min(rows, CHUNK) * row + GROUP * group
+
+
 @kernel(experts_tile, raw_memory, mx_kernels)
 def experts_layer(
     layers,
@@ -83,6 +95,7 @@ def experts_layer(
     rows,
     out,
     out_stride,
+    scratch,
 ):
     """Run the local experts of ``rows`` rows.
 
@@ -91,6 +104,8 @@ def experts_layer(
         codes, scales: the A operand's codes and e8m0 bytes, ``[R, payload]`` and ``[R, H/32]``.
         ids, weights: int32 and float32 ``[R, K]``; an id that is not local is another rank's.
         out: bf16 ``[R, H]``, the weighted sum over this rank's experts, rounded once.
+        scratch: uint8, as many as :func:`scratch_bytes` says. (Memory from the allocator would be new to the process
+            at each call, and its first touch takes longer than the arithmetic.)
 
     Returns:
         False where an id is no expert's, and nothing was computed.
@@ -111,9 +126,15 @@ def experts_layer(
             weights_stride,
             count,
         )
-        blocks = layer.hidden // BLOCK
-        operand = np.empty((count, layer.hidden * layer.operand_bytes), np.uint8)
-        aux = np.empty((count, blocks, 2), np.int32)
+        hidden = layer.hidden
+        at = address(scratch)
+        operand = carray(u8_pointer(at), (count, hidden * layer.operand_bytes))
+        at += operand.size
+        aux = carray(i32_pointer(at), (count, hidden // BLOCK, 2))
+        at += 4 * aux.size
+        total = carray(f32_pointer(at), (count, hidden))
+        at += 4 * total.size
+        total[:] = 0
         for r in range(count):
             _expand_row(
                 layer,
@@ -122,8 +143,7 @@ def experts_layer(
                 operand[r],
                 aux[r],
             )
-        total = np.zeros((count, layer.hidden // COLUMNS, COLUMNS), np.float32)
-        _experts(layer, starts, pair_row, pair_weight, operand, aux, total)
+        _experts(layer, starts, pair_row, pair_weight, operand, aux, total, at)
         for r in range(count):
             _store_bf16(total[r], out + (begin + r) * out_stride)
     return True
@@ -188,108 +208,127 @@ def _expand_row(layer, codes, scales, operand, aux):
 
 
 @_helper
-def _experts(layer, starts, pair_row, pair_weight, operand, aux, total):
-    """Add each local expert's weighted output to ``total`` (float32 ``[R, H/32, 32]``)."""
-    most = 0
+def _experts(layer, starts, pair_row, pair_weight, operand, aux, total, scratch):
+    """Add each local expert's weighted output to ``total`` (float32 ``[R, H]``); ``scratch`` is an address."""
+    inter, hidden = layer.inter, layer.hidden
+    bias1 = carray(f32_pointer(layer.bias1), (layer.local, 2, inter))
+    bias2 = carray(f32_pointer(layer.bias2), (layer.local, hidden))
+    at = scratch
+    down = carray(f32_pointer(at), (GROUP, hidden))
+    at += 4 * down.size
+    gate_up = carray(f32_pointer(at), (GROUP, 2, inter))
+    at += 4 * gate_up.size
+    inner = carray(u8_pointer(at), (GROUP, inter * layer.operand_bytes))
+    at += inner.size
+    inner_aux = carray(i32_pointer(at), (GROUP, inter // BLOCK, 2))
+    active = np.empty(inter, np.float32)
+    codes = np.empty(inter, np.uint8)
+    scales = np.empty(inter // BLOCK, np.uint8)
+    inner_row = np.empty(GROUP, np.int64)
+    for r in range(GROUP):
+        inner_row[r] = r
     for expert in range(layer.local):
-        most = max(most, starts[expert + 1] - starts[expert])
-    tiles1, tiles2 = layer.inter // LANES, layer.hidden // COLUMNS
-    bias1 = carray(f32_pointer(layer.bias1), (layer.local, tiles1, 2, LANES))
-    bias2 = carray(f32_pointer(layer.bias2), (layer.local, tiles2, COLUMNS))
-    gate_up = np.empty((most, tiles1, 2, LANES), np.float32)
-    active = np.empty((tiles1, LANES), np.float32)
-    codes = np.empty(layer.inter, np.uint8)
-    scales = np.empty(layer.inter // BLOCK, np.uint8)
-    inner = np.empty((most, layer.inter * layer.operand_bytes), np.uint8)
-    inner_aux = np.empty((most, layer.inter // BLOCK, 2), np.int32)
-    inner_index = np.empty(most, np.int64)
-    for r in range(most):
-        inner_index[r] = r
-    tile = np.empty((ROWS, COLUMNS), np.float32)
-    for expert in range(layer.local):
-        begin, end = starts[expert], starts[expert + 1]
-        count = end - begin
-        for t in range(tiles1):
-            for r in range(0, count, ROWS):
-                _tile(
-                    layer,
-                    min(ROWS, count - r),
-                    operand,
-                    aux,
-                    address(pair_row) + 8 * (begin + r),
-                    layer.w1,
-                    layer.w1_scale,
-                    expert * tiles1 + t,
-                    address(gate_up) + 4 * COLUMNS * (r * tiles1 + t),
-                    4 * COLUMNS * tiles1,
-                )
-        for r in range(count):
-            _activate(layer, gate_up[r], bias1[expert], active)
-            _quantize(layer, active, codes, scales)
-            _expand_row(layer, address(codes), address(scales), inner[r], inner_aux[r])
-        for t in range(tiles2):
-            for r in range(0, count, ROWS):
-                rows = min(ROWS, count - r)
-                _tile(
-                    layer,
-                    rows,
-                    inner,
-                    inner_aux,
-                    address(inner_index) + 8 * r,
-                    layer.w2,
-                    layer.w2_scale,
-                    expert * tiles2 + t,
-                    address(tile),
-                    4 * COLUMNS,
-                )
-                for i in range(rows):
-                    pair = begin + r + i
-                    _add_weighted(
-                        total[pair_row[pair], t], pair_weight[pair], tile[i], bias2[expert, t]
-                    )
+        for begin in range(starts[expert], starts[expert + 1], GROUP):
+            count = min(GROUP, starts[expert + 1] - begin)
+            _project(
+                layer,
+                count,
+                operand,
+                aux,
+                address(pair_row) + 8 * begin,
+                layer.w1,
+                layer.w1_scale,
+                expert * (inter // LANES),
+                inter // LANES,
+                address(gate_up),
+                4 * 2 * inter,
+                4 * LANES,
+                4 * inter,
+            )
+            for r in range(count):
+                _activate(layer, gate_up[r], bias1[expert], active)
+                _quantize(layer, active, codes, scales)
+                _expand_row(layer, address(codes), address(scales), inner[r], inner_aux[r])
+            _project(
+                layer,
+                count,
+                inner,
+                inner_aux,
+                address(inner_row),
+                layer.w2,
+                layer.w2_scale,
+                expert * (hidden // COLUMNS),
+                hidden // COLUMNS,
+                address(down),
+                4 * hidden,
+                4 * COLUMNS,
+                4 * LANES,
+            )
+            for r in range(count):
+                pair = begin + r
+                _add_weighted(total[pair_row[pair]], pair_weight[pair], down[r], bias2[expert])
 
 
 @_helper
-def _tile(layer, rows, operand, aux, index, weights, scales, tile, out, out_stride):
-    """``rows`` operand rows times the weights' tile number ``tile``, to the addresses ``out``."""
+def _project(
+    layer,
+    count,
+    operand,
+    aux,
+    index,
+    weights,
+    scales,
+    first,
+    tiles,
+    out,
+    out_stride,
+    tile_stride,
+    half_stride,
+):
+    """``count`` operand rows times ``tiles`` weight tiles from number ``first``: each tile's weights meet all rows in turn.
+
+    A tile's out row is two runs of 16 float32, ``half_stride`` apart; the next tile's is ``tile_stride`` further.
+    """
     blocks = aux.shape[1]
-    multiply_rows(
-        layer.strategy,
-        rows,
-        address(operand),
-        operand.shape[1],
-        index,
-        address(aux),
-        8 * blocks,
-        weights + tile * blocks * layer.weight_block_bytes,
-        scales + tile * blocks * 2 * COLUMNS,
-        blocks,
-        out,
-        out_stride,
-    )
+    for tile in range(tiles):
+        at = (first + tile) * blocks
+        for r in range(0, count, ROWS):
+            multiply_rows(
+                layer.strategy,
+                min(ROWS, count - r),
+                address(operand),
+                operand.shape[1],
+                index + 8 * r,
+                address(aux),
+                8 * blocks,
+                weights + at * layer.weight_block_bytes,
+                scales + at * 2 * COLUMNS,
+                blocks,
+                out + r * out_stride + tile * tile_stride,
+                out_stride,
+                half_stride,
+            )
 
 
 @_helper
 def _add_weighted(total, weight, value, bias):
-    """``total += weight * (value + bias)`` over 32 columns."""
-    for n in range(COLUMNS):
+    """``total += weight * (value + bias)`` over a row of float32."""
+    for n in range(total.size):
         total[n] += weight * (value[n] + bias[n])
 
 
 @_helper
 def _activate(layer, gate_up, bias, active):
-    """Bias, clamp and activation of one row, all float32: ``[I/16, 2, 16]``, the same, ``[I/16, 16]``."""
+    """Bias, clamp and activation of one row, all float32: ``[2, I]``, the same, ``[I]``."""
     limit, slope, offset = layer.limit, layer.slope, layer.offset
-    for t in range(gate_up.shape[0]):
-        gates, ups, out = gate_up[t, 0], gate_up[t, 1], active[t]
-        gate_bias, up_bias = bias[t, 0], bias[t, 1]
-        for n in range(LANES):
-            gate = gates[n] + gate_bias[n]
-            up = ups[n] + up_bias[n]
-            gate = limit if gate > limit else gate
-            up = limit if up > limit else up
-            up = -limit if up < -limit else up
-            out[n] = gate / (_f32(1) + _exp(-slope * gate)) * (up + offset)
+    gates, ups, gate_bias, up_bias = gate_up[0], gate_up[1], bias[0], bias[1]
+    for n in range(active.size):
+        gate = gates[n] + gate_bias[n]
+        up = ups[n] + up_bias[n]
+        gate = limit if gate > limit else gate
+        up = limit if up > limit else up
+        up = -limit if up < -limit else up
+        active[n] = gate / (_f32(1) + _exp(-slope * gate)) * (up + offset)
 
 
 @_helper
@@ -328,10 +367,8 @@ def _exp(x):
 
 
 @_helper
-def _store_bf16(values, address):
-    """Round a float32 row (``[H/32, 32]``) to bf16 at an address, to nearest even; NaN stays NaN."""
-    out = carray(u16_pointer(address), values.shape)
-    for t in range(values.shape[0]):
-        row, target = values[t], out[t]
-        for n in range(COLUMNS):
-            target[n] = to_bf16(row[n])
+def _store_bf16(values, target):
+    """Round a row of float32 to bf16 at an address."""
+    out = carray(u16_pointer(target), values.shape)
+    for n in range(values.size):
+        out[n] = to_bf16(values[n])

@@ -147,7 +147,8 @@ _BLOCKS = {VNNI: _vnni_block, PLAIN: _plain_block}
 
 def _emit(b: ir.IRBuilder, strategy: int, count: int, args: list[ir.Value]) -> None:
     """The whole pass for ``count`` rows."""
-    operand, operand_stride, index, aux, aux_stride, weights, scales, blocks, out, out_stride = args
+    operand, operand_stride, index, aux, aux_stride, weights, scales, blocks, *rest = args
+    out, out_stride, half_stride = rest
     numbers = [_load(b, index, 8 * r, I64) for r in range(count)]
     rows = [b.add(operand, b.mul(number, operand_stride)) for number in numbers]
     auxes = [b.add(aux, b.mul(number, aux_stride)) for number in numbers]
@@ -173,7 +174,7 @@ def _emit(b: ir.IRBuilder, strategy: int, count: int, args: list[ir.Value]) -> N
     for r, pair in enumerate(slots):
         row_out = b.add(out, b.mul(I64(r), out_stride))
         for v in range(2):
-            address = b.add(row_out, I64(4 * LANES * v))
+            address = b.add(row_out, b.mul(I64(v), half_stride))
             b.store(b.load(pair[v]), b.inttoptr(address, FLOATS.as_pointer())).align = 4
 
 
@@ -192,11 +193,12 @@ def multiply_rows(
     blocks,
     out,
     out_stride,
+    half_stride,
 ):
     """``out[r] = operand[index[r]] @ weights`` for ``count`` rows (1 to :data:`ROWS`) and :data:`COLUMNS` columns.
 
     Addresses, byte strides and counts are integers; ``index`` is the address of int64 row numbers; ``blocks`` is K/32;
-    out rows are 32 float32. On a CPU without the instructions, ``VNNI`` and ``BF16`` do nothing.
+    an out row is two runs of 16 float32, ``half_stride`` bytes apart. On a CPU without the instructions, ``VNNI`` and ``BF16`` do nothing.
     """
 
     def codegen(context, b, signature, args):
@@ -214,7 +216,7 @@ def multiply_rows(
         b.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 12), codegen
+    return types.void(*[types.intp] * 13), codegen
 
 
 @intrinsic

@@ -48,6 +48,7 @@ read_i32 = _reader(ir.IntType(32), types.int32)
 read_f32 = _reader(ir.FloatType(), types.float32)
 """The value at an address."""
 
+u8_pointer = _pointer(ir.IntType(8), types.uint8)
 u16_pointer = _pointer(ir.IntType(16), types.uint16)
 i32_pointer = _pointer(ir.IntType(32), types.int32)
 f32_pointer = _pointer(ir.FloatType(), types.float32)

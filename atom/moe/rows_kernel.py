@@ -129,8 +129,8 @@ def pack_own_rows(rows, slots, starts, hidden_states, ids, weights, sent, out):
 def add_rows(rows, slots, starts, own, returned, out):
     """``out[t]`` is the sum of token t's partial results, bf16, in rank order, float32 in between."""
     row = rows[0]
-    hidden, tiles = row.hidden, row.hidden // BLOCK
-    total = np.empty((tiles, BLOCK), np.float32)
+    hidden = row.hidden
+    total = np.empty(hidden, np.float32)
     for t in range(slots.shape[0]):
         total[:] = 0
         for r in range(row.ranks):
@@ -140,13 +140,9 @@ def add_rows(rows, slots, starts, own, returned, out):
             at = own + 2 * hidden * slot
             if r != row.rank:
                 at = returned + 2 * hidden * (starts[r] + slot)
-            part = carray(u16_pointer(at), (tiles, BLOCK))
-            for i in range(tiles):
-                into, values = total[i], part[i]
-                for n in range(BLOCK):
-                    into[n] += bits_to_f32(np.int32(values[n]) << np.int32(16))
-        result = carray(u16_pointer(out + 2 * hidden * t), (tiles, BLOCK))
-        for i in range(tiles):
-            values, target = total[i], result[i]
-            for n in range(BLOCK):
-                target[n] = to_bf16(values[n])
+            part = carray(u16_pointer(at), hidden)
+            for n in range(hidden):
+                total[n] += bits_to_f32(np.int32(part[n]) << np.int32(16))
+        result = carray(u16_pointer(out + 2 * hidden * t), hidden)
+        for n in range(hidden):
+            result[n] = to_bf16(total[n])

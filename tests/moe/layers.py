@@ -7,7 +7,6 @@ import torch
 
 from atom.moe import experts_kernel as kernel
 from atom.moe.experts import quantize_experts
-from atom.moe.experts_tile import LANES
 from atom.moe.spec import Activation, ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 
 
@@ -84,12 +83,11 @@ def kernel_activation(gate: torch.Tensor, up: torch.Tensor, recipe: ExpertRecipe
     layer["slope"] = recipe.swiglu_alpha if swiglu else 1
     layer["offset"] = swiglu
     layer["limit"] = recipe.swiglu_limit or np.inf
-    pairs = torch.stack((gate.unflatten(1, (-1, LANES)), up.unflatten(1, (-1, LANES))), dim=2)
-    pairs = pairs.contiguous().numpy()
-    out = np.empty((len(pairs), pairs.shape[1], LANES), np.float32)
+    pairs = torch.stack((gate, up), dim=1).numpy()
+    out = np.empty(gate.shape, np.float32)
     for row, active in zip(pairs, out, strict=True):
         kernel._activate(layer[0], row, np.zeros_like(row), active)
-    return torch.from_numpy(out).flatten(1)
+    return torch.from_numpy(out)
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
