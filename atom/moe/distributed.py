@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from atom.moe.exchange import COUNT_BYTES, Exchange
+from atom.moe.exchange import COUNT_BYTES, EagerExchange, Exchange
 from atom.moe.experts import CpuExperts
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize
@@ -135,7 +135,10 @@ class DistributedMegaMoE:
         if group is not None:
             kind = CpuRows if device.type == "cpu" else TorchRows
             self._rows = kind(geometry, choice.wire, self._form)
-            self._exchange = Exchange(group, device)
+            if self.built.transport == "gloo" and device.type == "cpu":
+                self._exchange = EagerExchange(group, self._form.bytes)
+            else:
+                self._exchange = Exchange(group, device)
         self._outbound, self._inbound, self._results, self._returned = (
             Buffer(device) for _ in range(4)
         )
@@ -193,9 +196,9 @@ class DistributedMegaMoE:
         width = self._form.bytes
         outbound = self._outbound.take(sum(sent), width)
         self._rows.pack(plan, *parts, outbound)
-        received = self._exchange.announced()
+        received = self._exchange.announced(outbound)
         arrived = self._inbound.take(own + sum(received), width)
-        self._exchange.start(arrived[own:], outbound, received, sent)
+        self._exchange.deliver(arrived[own:], outbound, received, sent)
         # While rows are under way.
         self._rows.pack_own(plan, *parts, outbound, arrived[:own])
         self._exchange.finish()

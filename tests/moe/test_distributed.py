@@ -10,12 +10,14 @@ import itertools
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from atom.errors import LaunchRefused
+from atom.moe import exchange
 from atom.moe.distributed import DistributedMegaMoE
 from atom.moe.mega_moe import MegaMoE
 from atom.moe.reference import exact_layer, quantized_layer
@@ -38,7 +40,7 @@ RANKS = (1, 2, 4)
 TOKENS = 21
 """Tokens of a rank that has some."""
 
-ROUTINGS = ("random", "skewed", "empty", "own", "next", "one rank each")
+ROUTINGS = ("random", "skewed", "empty", "uneven", "own", "next", "one rank each")
 PAIRS = (
     (Wire.BF16, AOperand.FP4),
     (Wire.FP4, AOperand.FP4),
@@ -80,7 +82,9 @@ def tokens_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A rank's tokens; the same numbers whichever wire carries them."""
     shape = geometry(ranks=ranks)
-    count = 0 if routing == "empty" and rank == ranks - 1 else TOKENS
+    count = TOKENS
+    if rank == ranks - 1 and routing in ("empty", "uneven"):
+        count = 0 if routing == "empty" else 3
     x, weights, ids = random_tokens(shape, count, 100 * ranks + rank)
     local = shape.local_experts
     if routing == "skewed":
@@ -143,6 +147,27 @@ def every_case(rank: int, ranks: int) -> dict[Case, Outcome]:
         mega.close()
         outcomes[case] = Outcome(out, *kept, counters)
     return outcomes
+
+
+def with_small_messages(rank: int, ranks: int) -> list[str]:
+    """Cases whose results or bytes changed when fewer rows, or none, fit into a message with their number."""
+    shape = geometry(ranks=ranks, rank=rank)
+    recipe = RECIPES["silu"]
+    weights = local_part(random_experts(shape, recipe, 0), shape)
+    changed = []
+    for routing, wire in itertools.product(ROUTINGS, (Wire.BF16, Wire.FP4)):
+        outs, counters = [], []
+        for eager in (exchange.EAGER_BYTES, 900, 0):
+            with mock.patch.object(exchange, "EAGER_BYTES", eager):
+                pair = choice(wire, AOperand.FP4)
+                mega = DistributedMegaMoE(shape, recipe, pair, dist.group.WORLD, CPU)
+            prepared = mega.prepare(weights)
+            for _ in range(2):
+                outs.append(mega(*tokens_of(rank, ranks, routing), prepared))
+            counters.append(mega.counters)
+        if not all(torch.equal(out, outs[0]) for out in outs) or counters[1:] != counters[:-1]:
+            changed.append(f"{routing}, {wire} wire")
+    return changed
 
 
 def random_layer_input(shape: MoEGeometry, rank: int):
@@ -264,6 +289,11 @@ def test_counted_bytes_are_what_arithmetic_says(outcomes):
             }, f"rank {rank}, {case}"
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_do_not_fit_beside_their_number_follow(ranks):
+    assert run_ranks(ranks, with_small_messages, ranks) == [[]] * ranks
+
+
 # Rows in torch operations, as a GPU packs them.
 
 
@@ -280,6 +310,7 @@ def both_ways(rank: int, ranks: int) -> list[str]:
             if torch_rows:
                 form = RowFormat.of(WireLayout.of(wire, shape.hidden), shape.topk)
                 mega._rows = TorchRows(shape, wire, form)
+                mega._exchange = exchange.Exchange(dist.group.WORLD, CPU)
             weights = mega.prepare(local_part(random_experts(shape, recipe, 0), shape))
             outs.append(mega(*tokens_of(rank, ranks, routing), weights))
         if not torch.equal(*outs):
