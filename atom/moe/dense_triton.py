@@ -37,11 +37,10 @@ def dense_gate_up(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     """Gate and up projections, the activation, and its rounding to the A operand's format, as bf16."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
-    for index in tl.range(tl.program_id(0), total, PROGRAMS):
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
             index, offsets_ptr, tile_expert_ptr, tile_start_ptr, COL_TILES, ROWS
         )
@@ -84,11 +83,10 @@ def dense_down(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     """Down projection."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
-    for index in tl.range(tl.program_id(0), total, PROGRAMS):
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
             index, offsets_ptr, tile_expert_ptr, tile_start_ptr, COL_TILES, ROWS
         )

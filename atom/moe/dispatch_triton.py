@@ -42,7 +42,7 @@ def _token_ids(ids_ptr, first, tokens, K: tl.constexpr, WIDTH: tl.constexpr, CHU
     return tl.load(ids_ptr + token * K + choice, mask=live, other=-1), token * K + choice, live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def count_tokens(
     ids_ptr,  # int32 [T, K]
     chunk_counts_ptr,  # int32 [chunks, W]
@@ -60,7 +60,7 @@ def count_tokens(
         tl.store(chunk_counts_ptr + chunk * W + rank, tl.sum(_goes_to(ids, rank, LOCAL), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def assign_slots(
     ids_ptr,  # int32 [T, K]
     weights_ptr,  # f32 [T, K]
@@ -96,14 +96,14 @@ def assign_slots(
         tl.store(slots_ptr + token * W + peer, tl.where(goes > 0, slot, -1), mask=token < tokens)
         to = (rank * max_tokens + slot)[:, None] * K + tl.arange(0, WIDTH)[None, :]
         mask = live & (goes > 0)[:, None]
-        there = _peer(peers_ptr, peer, ids_offset).to(tl.pointer_type(tl.int32))
-        tl.store(there + to, ids, mask=mask)
-        there = _peer(peers_ptr, peer, weights_offset).to(tl.pointer_type(tl.float32))
-        tl.store(there + to, weights, mask=mask)
+        ids_there = _peer(peers_ptr, peer, ids_offset).to(tl.pointer_type(tl.int32))
+        tl.store(ids_there + to, ids, mask=mask)
+        weights_there = _peer(peers_ptr, peer, weights_offset).to(tl.pointer_type(tl.float32))
+        tl.store(weights_there + to, weights, mask=mask)
         if chunk == tl.num_programs(0) - 1:
             total = base + tl.sum(goes, 0)
-            there = _peer(peers_ptr, peer, counts_offset).to(tl.pointer_type(tl.int32))
-            tl.store(there + rank, total)
+            counts_there = _peer(peers_ptr, peer, counts_offset).to(tl.pointer_type(tl.int32))
+            tl.store(counts_there + rank, total)
             if peer != rank:
                 others += total
     if chunk == tl.num_programs(0) - 1:
@@ -112,7 +112,7 @@ def assign_slots(
         tl.store(sent_ptr + 2 + one, tl.load(sent_ptr + 2 + one) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def send_rows(
     x_ptr,  # bf16 [T, H] as int32 [T, H / 2]
     slots_ptr,
@@ -159,7 +159,7 @@ def send_rows(
             tl.store(to.to(tl.pointer_type(tl.int32)) + word, x, mask=goes & (word < H // 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def return_results(
     y_ptr,  # [P, H], the results of this rank's experts
     position_ptr,  # int32 [W * M, K], see RoutingPlan
@@ -174,7 +174,6 @@ def return_results(
     K: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     """Sum each received token's local results and write the sum to the token's rank, in bf16."""
     COL_TILES: tl.constexpr = (H + COLS - 1) // COLS
@@ -184,7 +183,7 @@ def return_results(
         if source != rank:
             others += count
         there = _peer(peers_ptr, source, results_offset).to(tl.pointer_type(tl.bfloat16))
-        for index in range(tl.program_id(0), count * COL_TILES, PROGRAMS):
+        for index in range(tl.program_id(0), count * COL_TILES, tl.num_programs(0)):
             row = index // COL_TILES
             start = index % COL_TILES * COLS
             slot = (source * max_tokens + row).to(tl.int64)

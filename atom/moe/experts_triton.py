@@ -433,7 +433,6 @@ class TritonExperts:
             "ROWS": tile.rows,
             "COLS": tile.cols,
             "STEP": tile.step,
-            "PROGRAMS": programs,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }

@@ -18,6 +18,9 @@ import triton.language as tl
 _CHUNK = 128
 """Assignments that one program counts and places."""
 
+_SLICE = 16
+"""Assignments with which a chunk is compared at a time: it bounds the registers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPlan:
@@ -55,7 +58,7 @@ def _local_expert(ids_ptr, start, live, lanes, first_expert, EXPERTS: tl.constex
     return tl.where((lanes < live) & (expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "region_slots"])
 def _count(
     ids_ptr,
     counts_ptr,
@@ -79,7 +82,7 @@ def _count(
     tl.store(partial_ptr + row * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["regions", "chunks", "region_slots", "max_tiles"])
 def _scan(
     counts_ptr,
     partial_ptr,  # int32 [regions, chunks, BINS], turned into the sum of the chunks before
@@ -121,7 +124,7 @@ def _scan(
         tl.store(tile_expert_ptr + tile, tl.sum(ended.to(tl.int32), 1), mask=tile < max_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "region_slots"])
 def _place(
     ids_ptr,
     counts_ptr,
@@ -136,6 +139,7 @@ def _place(
     BINS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     region = tl.program_id(1)
@@ -146,8 +150,12 @@ def _place(
     start = region * region_slots * K
     expert = _local_expert(ids_ptr, start, live, lanes, first_expert, EXPERTS)
     local = expert < EXPERTS
-    earlier = (expert[:, None] == expert[None, :]) & (lanes[None, :] < lanes[:, None])
-    position = tl.sum(earlier.to(tl.int32), 1)
+    position = tl.zeros((CHUNK,), tl.int32)
+    for part in range(chunk * CHUNK, (chunk + 1) * CHUNK, SLICE):
+        other_lanes = part + tl.arange(0, SLICE)
+        other = _local_expert(ids_ptr, start, live, other_lanes, first_expert, EXPERTS)
+        earlier = (expert[:, None] == other[None, :]) & (other_lanes[None, :] < lanes[:, None])
+        position += tl.sum(earlier.to(tl.int32), 1)
     position += tl.load(offsets_ptr + expert, mask=local, other=0)
     row = region * tl.num_programs(0) + chunk
     position += tl.load(partial_ptr + row * BINS + expert, mask=local, other=0)
@@ -250,5 +258,6 @@ def plan_routing(
             first_expert,
             region_slots,
             **shape,
+            SLICE=_SLICE,
         )
     return plan

@@ -12,7 +12,7 @@ from atom.moe.gemm_triton import permuted
 from atom.wire.mx_triton import decode
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["regions", "region_slots"])
 def expand_slots(
     codes_ptr,
     scales_ptr,

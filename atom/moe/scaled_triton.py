@@ -90,11 +90,10 @@ def scaled_gate_up(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     """Gate and up projections of one tile, the activation, and its quantization to the A operand's format."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
-    for index in tl.range(tl.program_id(0), total, PROGRAMS):
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
             index, offsets_ptr, tile_expert_ptr, tile_start_ptr, COL_TILES, ROWS
         )
@@ -145,11 +144,10 @@ def scaled_down(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     """Down projection of one tile."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
-    for index in tl.range(tl.program_id(0), total, PROGRAMS):
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
             index, offsets_ptr, tile_expert_ptr, tile_start_ptr, COL_TILES, ROWS
         )

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from atom.errors import LaunchRefused
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
-from atom.wire.format import Wire, WireChoice, WireLayout
+from atom.wire.format import Wire, WireChoice, WireLayout, check_wire
 
 try:
     import triton
@@ -141,8 +141,9 @@ def build(
         device: this rank's GPU.
 
     Raises:
-        LaunchRefused: the arena does not fit into the free memory of some rank's GPU.
+        LaunchRefused: the wire does not fit the A operand, or the arena the free memory of some rank's GPU.
     """
+    check_wire(choice, geometry.hidden)
     if geometry.ep_size == 1:
         # Nothing is dispatched.
         return SymmetricMegaMoE(geometry, recipe, choice, [0], device)
@@ -152,25 +153,30 @@ def build(
     dist.all_gather_object(refusals, refusal, group=group)
     if any(refusals):
         raise LaunchRefused(next(text for text in refusals if text))
+    arena, peers, barrier = rendezvous(layout.total, group, device)
+    arenas = [arena if rank == geometry.ep_rank else peer for rank, peer in enumerate(peers)]
+    return SymmetricMegaMoE(geometry, recipe, choice, arenas, device, barrier=barrier)
+
+
+def rendezvous(
+    size: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, list[int], Callable[[], None]]:
+    """Symmetric memory of ``size`` bytes, zeroed, on every rank of ``group``, which call it together.
+
+    Returns:
+        This rank's memory (uint8), the addresses here of all ranks' in rank order, and a barrier for the current stream.
+    """
     # Read by the rendezvous. A program that uses NVLink multicast can put GPUs that others share out of service.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as symm_mem
 
-    arena = symm_mem.empty(layout.total, dtype=torch.uint8, device=device)
-    arena.zero_()
-    handle = symm_mem.rendezvous(arena, group)
-    assert list(handle.buffer_ptrs)[handle.rank] == arena.data_ptr()
-    return SymmetricMegaMoE(
-        geometry,
-        recipe,
-        choice,
-        [
-            arena if rank == geometry.ep_rank else int(ptr)
-            for rank, ptr in enumerate(handle.buffer_ptrs)
-        ],
-        device,
-        barrier=handle.barrier,
-    )
+    memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    handle = symm_mem.rendezvous(memory, group)
+    # A peer may be zeroing still.
+    torch.cuda.synchronize(device)
+    handle.barrier()
+    return memory, list(handle.buffer_ptrs), handle.barrier
 
 
 def arena_refusal(
@@ -281,10 +287,9 @@ class SymmetricMegaMoE:
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> Dispatched:
         """Step 1: write this rank's rows into the arenas of the ranks that they go to."""
-        self._check(hidden_states, topk_weights, topk_ids)
+        x, topk_weights, ids = self._checked(hidden_states, topk_weights, topk_ids)
         g, layout = self._geometry, self._layout
-        tokens = hidden_states.shape[0]
-        x, ids = hidden_states.contiguous(), topk_ids.contiguous()
+        tokens = x.shape[0]
         slots = ids.new_empty(tokens, g.ep_size)
         chunks = max(1, triton.cdiv(tokens, _CHUNK))
         chunk_counts = ids.new_empty(chunks, g.ep_size)
@@ -299,7 +304,7 @@ class SymmetricMegaMoE:
             dispatch_triton.count_tokens[(chunks,)](ids, chunk_counts, tokens, **shape)
         dispatch_triton.assign_slots[(chunks,)](
             ids,
-            topk_weights.contiguous(),
+            topk_weights,
             chunk_counts,
             slots,
             self._peers,
@@ -380,7 +385,6 @@ class SymmetricMegaMoE:
             K=g.topk,
             H=g.hidden,
             COLS=cols,
-            PROGRAMS=programs,
         )
 
     def combine(self, dispatched: Dispatched) -> torch.Tensor:
@@ -412,10 +416,10 @@ class SymmetricMegaMoE:
         weights: ExpertWeights,
     ) -> torch.Tensor:
         """One rank: no row leaves the GPU, but each becomes the A operand by the same function."""
-        self._check(hidden_states, topk_weights, topk_ids)
+        x, topk_weights, topk_ids = self._checked(hidden_states, topk_weights, topk_ids)
         self._sent[2] += 1
-        out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        codes, scales = mx_triton.quantize(hidden_states, self._operand)
+        out = torch.empty_like(x)
+        codes, scales = mx_triton.quantize(x, self._operand)
         self._experts.run(weights, codes, scales, topk_ids, topk_weights, out)
         return out
 
@@ -432,28 +436,35 @@ class SymmetricMegaMoE:
         if self._barrier is not None:
             self._barrier()
 
-    def _check(
+    def _checked(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The arguments of a call as the kernels want them: contiguous, float32 weights, int32 ids."""
         if not self._arenas:
             raise ValueError("this MegaMoE is closed: build another one.")
         g = self._geometry
         tokens = hidden_states.shape[0]
+        if hidden_states.dtype is not torch.bfloat16 or hidden_states.shape != (tokens, g.hidden):
+            raise ValueError(
+                f"hidden_states is {hidden_states.dtype} {tuple(hidden_states.shape)}: give bfloat16 "
+                f"[tokens, {g.hidden}]."
+            )
+        routing = (tokens, g.topk)
+        if topk_ids.shape != routing or topk_weights.shape != routing:
+            raise ValueError(
+                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+                f"{routing}: one entry for each of hidden_states' {tokens} tokens and each of topk={g.topk} choices."
+            )
         if tokens > g.max_tokens:
             raise ValueError(
-                f"{tokens} tokens exceed the {g.max_tokens} that this MegaMoE was made for: split the batch, or launch "
-                f"with --max-num-batched-tokens {tokens}."
+                f"{tokens} tokens on one rank exceed max_tokens={g.max_tokens}: raise --max-num-batched-tokens, or "
+                f"send fewer tokens a step."
             )
-        found = {
-            "hidden_states": (hidden_states, torch.bfloat16, (tokens, g.hidden)),
-            "topk_weights": (topk_weights, torch.float32, (tokens, g.topk)),
-            "topk_ids": (topk_ids, torch.int32, (tokens, g.topk)),
-        }
-        for name, (value, dtype, shape) in found.items():
-            if value.dtype is not dtype or value.shape != shape:
-                raise ValueError(
-                    f"{name} is {value.dtype} {tuple(value.shape)}: give {dtype} {shape}."
-                )
+        return (
+            hidden_states.contiguous(),
+            topk_weights.to(torch.float32).contiguous(),
+            topk_ids.to(torch.int32).contiguous(),
+        )
 
 
 class VirtualRanks:

@@ -82,8 +82,8 @@ def reciprocal_scale(scale):
 
 @triton.jit
 def scale_value(scale):
-    """float32 of an e8m0 byte (int32): 2^(byte - 127), 0 for byte 0 (all elements of such a block are 0), NaN for 255."""
-    bits = tl.where(scale == 0xFF, 0x7FC00000, scale << 23)
+    """float32 of an e8m0 byte (int32): 2^(byte - 127), NaN for 255."""
+    bits = tl.where(scale == 0xFF, 0x7FC00000, tl.maximum(scale << 23, 0x00400000))
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -210,7 +210,7 @@ def _quantize_tile(
     tl.store(scales_ptr + row * scales_stride + block, scales, mask=live & (block < H // 32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_bf16(
     x_ptr,  # bf16 [T, H] as int32 [T, H / 2]
     codes_ptr,
@@ -285,7 +285,7 @@ def _quantize_regions(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _quantize_f32(x_ptr, codes_ptr, scales_ptr, blocks, FP4: tl.constexpr, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     live = (block < blocks)[:, None]
@@ -333,7 +333,7 @@ def decode(codes_ptr, scales_ptr, start, live, FP4: tl.constexpr, COLS: tl.const
     return tl.reshape(values * scale[:, :, None], (ROWS, COLS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _dequantize(
     codes_ptr,
     scales_ptr,

@@ -1,0 +1,90 @@
+"""The expert layer as it is computed without this package's wire or weights: bf16 experts through ``torch``'s grouped_mm.
+
+Two callers of the same two matrix products: :func:`eager_layer` does around them what transformers'
+``grouped_mm_experts_forward`` does, in torch operations; :func:`fused_layer` uses kernels as good as this package's own
+for everything but the products.
+
+Shape legend: T tokens, K topk, E experts, H hidden, I intermediate, P = T * K.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.moe import rows_triton
+from atom.moe.experts_triton import columns
+from atom.moe.plan_triton import plan_routing
+
+
+def eager_layer(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """bf16 ``[T, H]``.
+
+    Args:
+        x: bf16 ``[T, H]``. topk_weights: f32 ``[T, K]``. topk_ids: int32 ``[T, K]``.
+        gate_up: bf16 ``[E, 2I, H]``, gate rows first. down: bf16 ``[E, H, I]``.
+    """
+    tokens, topk = topk_ids.shape
+    ids, order = topk_ids.flatten().sort()
+    back = order.argsort()
+    counts = torch.histc(ids.float(), bins=len(gate_up), min=0, max=len(gate_up) - 1)
+    offsets = counts.cumsum(0).to(torch.int32)
+    rows = x[order // topk]
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up
+    y = torch._grouped_mm(inner, down.transpose(1, 2), offs=offsets)
+    y = y * topk_weights.flatten()[order][:, None].to(y.dtype)
+    return y[back].view(tokens, topk, -1).sum(1).to(x.dtype)
+
+
+def fused_layer(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`eager_layer`."""
+    (tokens, topk), hidden = topk_ids.shape, x.shape[1]
+    plan = plan_routing(topk_ids, experts=len(gate_up), first_expert=0, tile_rows=128)
+    rows = x.new_empty(tokens * topk, hidden)
+    cols = columns(hidden)
+    tiles = triton.cdiv(hidden, cols)
+    _gather[(tokens * topk, tiles)](x, plan.order, rows, topk, H=hidden, COLS=cols)
+    both = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=plan.offsets[1:])
+    inter = both.shape[1] // 2
+    inner = x.new_empty(tokens * topk, inter)
+    width = columns(inter)
+    _silu_mul[(tokens * topk, triton.cdiv(inter, width))](both, inner, I=inter, COLS=width)
+    y = torch._grouped_mm(inner, down.transpose(1, 2), offs=plan.offsets[1:])
+    out = torch.empty_like(x)
+    rows_triton.combine[(tokens, tiles)](
+        y, plan.position, topk_weights, out, K=topk, H=hidden, COLS=cols
+    )
+    return out
+
+
+@triton.jit
+def _gather(x_ptr, order_ptr, out_ptr, topk, H: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    token = (tl.load(order_ptr + row) // topk).to(tl.int64)
+    x = tl.load(x_ptr + token * H + col, mask=col < H)
+    tl.store(out_ptr + row * H + col, x, mask=col < H)
+
+
+@triton.jit
+def _silu_mul(both_ptr, out_ptr, I: tl.constexpr, COLS: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    gate = tl.load(both_ptr + row * (2 * I) + col, mask=col < I).to(tl.float32)
+    up = tl.load(both_ptr + row * (2 * I) + I + col, mask=col < I).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * I + col, value.to(tl.bfloat16), mask=col < I)
