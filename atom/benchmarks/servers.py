@@ -77,7 +77,8 @@ class BenchServer:
         self._health, self._timeout = health, timeout
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> BenchServer:
+    def spawn(self) -> None:
+        """Start the process without waiting for health, for a rank that serves no HTTP of its own."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -88,6 +89,9 @@ class BenchServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def __enter__(self) -> BenchServer:
+        self.spawn()
         try:
             self._wait_until_healthy()
         except BaseException:
