@@ -98,11 +98,13 @@ def tokens_of(
     return x, weights, ids
 
 
-def local_part(weights: ExpertWeights, shape: MoEGeometry) -> ExpertWeights:
+def local_part(
+    weights: ExpertWeights, shape: MoEGeometry, device: torch.device = CPU
+) -> ExpertWeights:
     here = slice(shape.ep_rank * shape.local_experts, (shape.ep_rank + 1) * shape.local_experts)
     return ExpertWeights(
         **{
-            field.name: None if value is None else value[here].clone()
+            field.name: None if value is None else value[here].clone().to(device)
             for field in dataclasses.fields(weights)
             for value in [getattr(weights, field.name)]
         }
