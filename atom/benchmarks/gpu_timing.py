@@ -53,8 +53,8 @@ def kernel_ms(
             torch.cuda.synchronize()
         found: dict[str, float] = defaultdict(float)
         for event in profile.events():
-            if event.device_type is torch.autograd.DeviceType.CUDA:
-                found[event.name] += event.device_time_total / 1000
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                found[event.name] += event.time_range.elapsed_us() / 1000
         for name, value in found.items():
             sums[name].append(value)
     return {name: statistics.median(values) for name, values in sums.items()}

@@ -59,16 +59,22 @@ def fused_layer(
     tiles = triton.cdiv(hidden, cols)
     _gather[(tokens * topk, tiles)](x, plan.order, rows, topk, H=hidden, COLS=cols)
     both = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=plan.offsets[1:])
-    inter = both.shape[1] // 2
-    inner = x.new_empty(tokens * topk, inter)
-    width = columns(inter)
-    _silu_mul[(tokens * topk, triton.cdiv(inter, width))](both, inner, I=inter, COLS=width)
+    inner = silu_mul(both)
     y = torch._grouped_mm(inner, down.transpose(1, 2), offs=plan.offsets[1:])
     out = torch.empty_like(x)
     rows_triton.combine[(tokens, tiles)](
         y, plan.position, topk_weights, out, K=topk, H=hidden, COLS=cols
     )
     return out
+
+
+def silu_mul(both: torch.Tensor) -> torch.Tensor:
+    """bf16 ``[P, I]`` of bf16 ``[P, 2I]``, gate columns first."""
+    rows, inter = both.shape[0], both.shape[1] // 2
+    inner = both.new_empty(rows, inter)
+    cols = columns(inter)
+    _silu_mul[(rows, triton.cdiv(inter, cols))](both, inner, I=inter, COLS=cols)
+    return inner
 
 
 @triton.jit

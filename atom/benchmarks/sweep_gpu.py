@@ -168,11 +168,14 @@ def random_weights(device: torch.device) -> ExpertWeights:
     )
 
 
-def _tiles(rows: int, up: tuple[int, ...], down: tuple[int, ...] | None = None) -> Tiles:
+def _tiles(
+    rows: int, up: tuple[int, ...], down: tuple[int, ...] | None = None, pieces: int = 1
+) -> Tiles:
     names = ("cols", "step", "warps", "stages", "per_sm")
     return Tiles(
         up=Tile(rows=rows, **dict(zip(names, up, strict=True))),
         down=Tile(rows=rows, **dict(zip(names, down or up, strict=True))),
+        pieces=pieces,
     )
 
 
@@ -215,23 +218,28 @@ UNPACK = {
 """Tiles (cols, step, warps, stages, programs a multiprocessor) to try for each number of rows."""
 
 DENSE = [
-    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1)),
-    _tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1)),
-    _tiles(128, (128, 128, 8, 2, 1), (256, 128, 8, 2, 1)),
-    _tiles(256, (64, 64, 8, 4, 1), (128, 64, 8, 4, 1)),
-    _tiles(128, (64, 64, 4, 4, 1), (128, 64, 4, 4, 1)),
-    _tiles(64, (128, 64, 4, 4, 1), (256, 64, 4, 4, 1)),
+    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 1),
+    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 4),
+    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 8),
+    _tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1), 1),
+    _tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1), 4),
+    _tiles(256, (64, 64, 8, 3, 1), (128, 64, 8, 3, 1), 4),
+    _tiles(256, (64, 64, 8, 4, 1), (128, 64, 8, 4, 1), 1),
+    _tiles(128, (64, 64, 4, 4, 1), (128, 64, 4, 4, 1), 4),
+    _tiles(128, (64, 64, 4, 3, 2), (128, 64, 4, 3, 2), 4),
+    _tiles(128, (128, 128, 8, 2, 1), (256, 128, 8, 2, 1), 1),
 ]
 
 NAMES = {
-    "gate_up": "gate_up",
-    "down": "down",
-    "dense_gate_up": "gate_up",
-    "dense_down": "down",
-    "unpack_weights": "unpack",
-    "expand_sorted": "expand",
-    "expand_slots": "expand",
+    "gate_up": "gate_up_ms",
+    "down": "down_ms",
+    "dense_gate_up": "gate_up_ms",
+    "dense_down": "down_ms",
+    "unpack_weights": "unpack_ms",
+    "expand_sorted": "expand_ms",
+    "expand_slots": "expand_ms",
 }
+"""Kernels by the part of a layer that they are; the others make the plan."""
 
 
 def experts(sweep: Sweep, device: torch.device) -> None:
@@ -254,7 +262,8 @@ def experts(sweep: Sweep, device: torch.device) -> None:
 
     sizes = {
         128: [(Way.UNPACK, _tiles(16, tile)) for tile in UNPACK[16]],
-        16384: [(Way.DENSE, tiles) for tiles in DENSE],
+        16384: [(Way.DENSE, tiles) for tiles in DENSE]
+        + [(Way.UNPACK, _tiles(128, UNPACK[128][0]))],
         512: [(Way.UNPACK, _tiles(rows, tile)) for rows in (32, 64) for tile in UNPACK[rows]],
         1024: [(Way.UNPACK, _tiles(rows, tile)) for rows in (64, 128) for tile in UNPACK[rows]],
         2048: [(Way.UNPACK, _tiles(rows, tile)) for rows in (64, 128) for tile in UNPACK[rows]]
@@ -272,6 +281,10 @@ def experts(sweep: Sweep, device: torch.device) -> None:
     sweep.add(what="compiled", candidates=len(candidates), seconds=time.monotonic() - start)
 
     peers = {"eager": grouped_mm_peer.eager_layer, "fused": grouped_mm_peer.fused_layer}
+    with sweep.attempt(what="unpack"):
+        ms = gpu_timing.call_ms(lambda: unit.unpacked(packed.words1, packed.scales1, 0, HIDDEN))
+        moved = w1.numel() * 2 + packed.words1.numel() * 4 + packed.scales1.numel()
+        sweep.add(what="unpack", ms=ms, gb_per_s=moved / ms / 1e6)
     for count, found in sizes.items():
         x, topk_weights, ids = layer(device, count)
         codes, scales = mx_triton.quantize(x, Wire.FP4)
@@ -279,23 +292,54 @@ def experts(sweep: Sweep, device: torch.device) -> None:
             what = {"what": "peer", "tokens": count, "peer": name}
             with sweep.attempt(**what):
                 call = partial(peer, x, topk_weights, ids, w1, w2)
-                ms = gpu_timing.call_ms(call, repeats=7)
+                ms = _layer_ms(call, count)
                 kernels = gpu_timing.kernel_ms(call, repeats=2)
                 largest = sorted(kernels.items(), key=lambda item: -item[1])[:6]
                 sweep.add(**what, ms=ms, kernels=[(name[:40], ms) for name, ms in largest])
+        what = {"what": "experts", "tokens": count, "way": "unpack and grouped_mm"}
+        with sweep.attempt(**what):
+            call = partial(_through_grouped_mm, unit, packed, codes, scales, ids)
+            sweep.add(**what, ms=_layer_ms(call, count))
         for way, tiles in found:
             if sweep.over:
                 return
             what = {"what": "experts", "tokens": count, "way": str(way)}
-            what |= {"up": _tuple(tiles.up), "down": _tuple(tiles.down)}
+            what |= {"up": _tuple(tiles.up), "down": _tuple(tiles.down), "pieces": tiles.pieces}
             with sweep.attempt(**what):
                 call = partial(unit.project, weights, codes, scales, ids, 0, chosen=(way, tiles))
-                ms = gpu_timing.call_ms(call, warmups=1, repeats=5)
+                ms = _layer_ms(call, count)
                 kernels = gpu_timing.kernel_ms(call, warmups=0, repeats=3)
-                parts = dict.fromkeys(NAMES.values(), 0.0) | {"plan": 0.0}
+                parts = dict.fromkeys(NAMES.values(), 0.0) | {"plan_ms": 0.0}
                 for name, value in kernels.items():
-                    parts[NAMES.get(name, "plan")] += value
+                    parts[NAMES.get(name, "plan_ms")] += value
                 sweep.add(**what, ms=ms, **parts)
+
+
+def _through_grouped_mm(
+    unit: TritonExperts,
+    packed: Any,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The dense way with torch's grouped_mm for the products, and gate and up rounded to bf16 between."""
+    plan = unit.plan(ids, 128)
+    rows = torch.empty(ids.numel(), HIDDEN, dtype=torch.bfloat16, device=ids.device)
+    unit.expand(codes, scales, plan, TOPK, rows)
+    w1 = unit.unpacked(packed.words1, packed.scales1, 0, HIDDEN)
+    both = torch._grouped_mm(rows, w1.transpose(1, 2), offs=plan.offsets[1:])
+    del w1
+    inner = grouped_mm_peer.silu_mul(both)
+    operand = mx_triton.dequantize_to_bf16(*mx_triton.quantize(inner, Wire.FP4), Wire.FP4)
+    w2 = unit.unpacked(packed.words2, packed.scales2, 0, INTER)
+    return torch._grouped_mm(operand, w2.transpose(1, 2), offs=plan.offsets[1:])
+
+
+def _layer_ms(call: Callable[[], object], tokens: int) -> float:
+    """Small batches as a graph, which is how a server runs them."""
+    if tokens <= 1024:
+        return gpu_timing.graph_ms(call, repeats=7)
+    return gpu_timing.call_ms(call, warmups=1, repeats=5)
 
 
 def _tuple(tile: Tile) -> tuple[int, ...]:
@@ -342,8 +386,27 @@ def dispatch(sweep: Sweep, device: torch.device) -> None:
                     baseline = baseline or ms
                     parts = {name[:18]: round(value, 4) for name, value in kernels.items()}
                     sweep.add(**what, ms=ms, of_bf16=ms / baseline, kernels=parts, copy=copy)
+                    for tile in SEND_TILES if count == 16384 else ():
+                        with _tile(wire, tile):
+                            kernels = gpu_timing.kernel_ms(call, repeats=3)
+                        parts = {name[:18]: round(value, 4) for name, value in kernels.items()}
+                        sweep.add(**what, tile=tile, kernels=parts)
                     del group, call
                 torch.cuda.empty_cache()
+
+
+SEND_TILES = [(2048, 1), (2048, 2), (4096, 2), (4096, 4), (8192, 4), (8192, 8)]
+"""Elements and warps of a program that sends rows, to try."""
+
+
+@contextmanager
+def _tile(wire: Wire, tile: tuple[int, int]) -> Iterator[None]:
+    held = mx_triton._TILES[wire]
+    mx_triton._TILES[wire] = tile
+    try:
+        yield
+    finally:
+        mx_triton._TILES[wire] = held
 
 
 def _dispatch(group: VirtualRanks, inputs: list[tuple[torch.Tensor, ...]]) -> None:

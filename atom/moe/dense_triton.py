@@ -3,7 +3,9 @@ costs less than unpacking them in every tile. Operands come through tensor descr
 
 Programs are persistent: each takes tiles of the plan in turn.
 
-Shape legend: R rows sorted by expert, E experts, N weight rows, K input elements, I intermediate.
+Weights come in pieces of some of their rows: the next piece is unpacked while one is multiplied.
+
+Shape legend: R rows sorted by expert, E experts, N weight rows of a piece, K input elements, I intermediate, H hidden.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from atom.wire.mx_triton import round_to_mx
 @triton.jit
 def dense_gate_up(
     x_desc,  # bf16 [R, K], blocks [ROWS, STEP]
-    weight_desc,  # bf16 [E * 2I, K], gate rows of an expert first, blocks [COLS, STEP]
+    weight_desc,  # bf16 [E * 2 * N, K], gate rows of an expert first, blocks [COLS, STEP]
     bias_ptr,  # f32 [E, 2I] or unused
     out_ptr,  # bf16 [R, I]
     offsets_ptr,
     tile_expert_ptr,
     tile_start_ptr,
+    first_col,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     FP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -38,31 +42,34 @@ def dense_gate_up(
     COLS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Gate and up projections, the activation, and its rounding to the A operand's format, as bf16."""
+    """Columns ``first_col`` to ``first_col + N`` of the gate and up projections, the activation, and its rounding to the A
+    operand's format, as bf16."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
             index, offsets_ptr, tile_expert_ptr, tile_start_ptr, COL_TILES, ROWS
         )
-        gate_row = expert * (2 * I) + col_tile * COLS
+        gate_row = expert * (2 * N) + col_tile * COLS
         gate = tl.zeros((ROWS, COLS), tl.float32)
         up = tl.zeros((ROWS, COLS), tl.float32)
         for k in range(0, K, STEP):
             x = x_desc.load([first, k])
             gate = dot(x, weight_desc.load([gate_row, k]).T, gate)
-            up = dot(x, weight_desc.load([gate_row + I, k]).T, up)
+            up = dot(x, weight_desc.load([gate_row + N, k]).T, up)
         row = first + tl.arange(0, ROWS)
         col = col_tile * COLS + tl.arange(0, COLS)
+        inside = col < N
+        col += first_col
         if HAS_BIAS:
             bias = bias_ptr + expert * (2 * I) + col
-            gate += tl.load(bias, mask=col < I, other=0.0)[None, :]
-            up += tl.load(bias + I, mask=col < I, other=0.0)[None, :]
+            gate += tl.load(bias, mask=inside, other=0.0)[None, :]
+            up += tl.load(bias + I, mask=inside, other=0.0)[None, :]
         values = activate(gate, up, SWIGLU, LIMIT, ALPHA)
         values = round_to_mx(tl.reshape(values, (ROWS * COLS // 32, 32)), FP4)
         tl.store(
             out_ptr + row.to(tl.int64)[:, None] * I + col[None, :],
             tl.reshape(values, (ROWS, COLS)),
-            mask=(row < end)[:, None] & (col < I)[None, :],
+            mask=(row < end)[:, None] & inside[None, :],
         )
 
 
@@ -70,21 +77,23 @@ def dense_gate_up(
 def dense_down(
     x_desc,  # bf16 [R, K], blocks [ROWS, STEP]
     weight_desc,  # bf16 [E * N, K], blocks [COLS, STEP]
-    bias_ptr,  # f32 [E, N] or unused
-    out_ptr,  # bf16 [R, N]
+    bias_ptr,  # f32 [E, H] or unused
+    out_ptr,  # bf16 [R, H]
     offsets_ptr,
     tile_expert_ptr,
     tile_start_ptr,
+    first_col,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    H: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     COL_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Down projection."""
+    """Columns ``first_col`` to ``first_col + N`` of the down projection."""
     total = tl.load(tile_start_ptr + EXPERTS) * COL_TILES
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first, end, col_tile = take_tile(
@@ -96,10 +105,12 @@ def dense_down(
             sums = dot(x, weight_desc.load([expert * N + col_tile * COLS, k]).T, sums)
         row = first + tl.arange(0, ROWS)
         col = col_tile * COLS + tl.arange(0, COLS)
+        inside = col < N
+        col += first_col
         if HAS_BIAS:
-            sums += tl.load(bias_ptr + expert * N + col, mask=col < N, other=0.0)[None, :]
+            sums += tl.load(bias_ptr + expert * H + col, mask=inside, other=0.0)[None, :]
         tl.store(
-            out_ptr + row.to(tl.int64)[:, None] * N + col[None, :],
+            out_ptr + row.to(tl.int64)[:, None] * H + col[None, :],
             sums.to(tl.bfloat16),
-            mask=(row < end)[:, None] & (col < N)[None, :],
+            mask=(row < end)[:, None] & inside[None, :],
         )

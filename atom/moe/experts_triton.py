@@ -14,6 +14,8 @@ Shape legend: S token slots, K topk, P = S * K, E local experts, H hidden, I int
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -57,18 +59,25 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Tiles of both projections, with the same rows."""
+    """Tiles of both projections, with the same rows.
+
+    Attributes:
+        pieces: pieces in which each projection's weights are unpacked on the dense way.
+    """
 
     up: Tile
     down: Tile
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         assert self.up.rows == self.down.rows, "one plan serves both projections"
 
 
-def _both(rows: int, up_cols: int, down_cols: int, **rest: int) -> Tiles:
+def _both(rows: int, up_cols: int, down_cols: int, *, pieces: int = 1, **rest: int) -> Tiles:
     return Tiles(
-        up=Tile(rows=rows, cols=up_cols, **rest), down=Tile(rows=rows, cols=down_cols, **rest)
+        up=Tile(rows=rows, cols=up_cols, **rest),
+        down=Tile(rows=rows, cols=down_cols, **rest),
+        pieces=pieces,
     )
 
 
@@ -81,7 +90,7 @@ UNPACK_TILES = {
     64: _both(64, 64, 64, step=128, warps=4, stages=3, per_sm=2),
     128: _both(128, 128, 128, step=64, warps=8, stages=3, per_sm=1),
 }
-DENSE_TILES = _both(128, 128, 256, step=64, warps=8, stages=4, per_sm=1)
+DENSE_TILES = _both(128, 128, 256, step=64, warps=8, stages=3, per_sm=1, pieces=4)
 SCALED_TILES = {
     16: _both(16, 64, 64, step=256, warps=4, stages=2, per_sm=4),
     64: _both(64, 64, 64, step=256, warps=4, stages=2, per_sm=2),
@@ -134,6 +143,8 @@ class TritonExperts:
         self._fp4 = a_operand is AOperand.FP4
         self._scaled = has_scaled_instructions(device) if scaled is None else scaled
         self._ptx = device.type == "cuda" and torch.version.hip is None
+        self._device = device
+        self._second: torch.cuda.Stream | None = None
         self._sms = 1
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -330,49 +341,105 @@ class TritonExperts:
         return y
 
     def _dense_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
+        """Pieces of the weights are unpacked on the current stream, two ahead at most, and multiplied on another, whose
+        programs come first where both want a multiprocessor."""
         geometry, packed = self._geometry, weights.prepared
         hidden, inter, experts = geometry.hidden, geometry.inter, geometry.local_experts
         assignments = codes.shape[0] * topk
         x = codes.new_empty(assignments, hidden, dtype=torch.bfloat16)
-        self.expand(codes, scales, plan, topk, x)
         act = x.new_empty(assignments, inter)
-        w1 = self.unpacked(packed.words1, packed.scales1, packed.lowered1, hidden)
-        grid, shape = self._launch(tiles.up, plan, inter)
-        up = tiles.up
+        self.expand(codes, scales, plan, topk, x)
+        up_rows = _piece(inter, tiles.up.cols, tiles.pieces)
+        down_rows = _piece(hidden, tiles.down.cols, tiles.pieces)
+        up = [(True, first, min(up_rows, inter - first)) for first in range(0, inter, up_rows)]
+        down = [(False, f, min(down_rows, hidden - f)) for f in range(0, hidden, down_rows)]
+        size = experts * max(2 * up_rows * hidden, down_rows * inter)
+        held = [x.new_empty(size) for _ in range(min(2, len(up) + len(down)))]
+        streams = self._streams()
+        unpacked, multiplied = [], []
+        for number, (is_up, first, rows) in enumerate(up + down):
+            if number >= len(held):
+                streams.wait(multiplied[number - len(held)])
+            width = hidden if is_up else inter
+            groups = 2 * experts if is_up else experts
+            piece = held[number % len(held)][: groups * rows * width].view(groups * rows, width)
+            words, raised, lowered = (
+                (packed.words1, packed.scales1, packed.lowered1)
+                if is_up
+                else (packed.words2, packed.scales2, packed.lowered2)
+            )
+            # Where a product runs beside it, an unpacking takes little of each multiprocessor.
+            per_sm = 16 if number == 0 else 2
+            self._unpack(words, raised, lowered, groups, first, rows, piece, per_sm)
+            unpacked.append(streams.mark())
+            with streams.other(unpacked[-1]):
+                if is_up:
+                    self._dense_up(packed, plan, tiles.up, x, piece, act, first, rows)
+                else:
+                    # x is no longer read, and as large as the result.
+                    self._dense_down(weights, plan, tiles.down, act, piece, x, first, rows)
+                multiplied.append(streams.mark())
+        streams.wait(multiplied[-1])
+        return x
+
+    def _dense_up(self, packed, plan, tile, x, piece, act, first, rows) -> None:
+        geometry = self._geometry
+        grid, shape = self._launch(tile, plan, rows)
         dense_triton.dense_gate_up[grid](
-            TensorDescriptor.from_tensor(x, [up.rows, up.step]),
-            TensorDescriptor.from_tensor(w1.view(experts * 2 * inter, hidden), [up.cols, up.step]),
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
+            TensorDescriptor.from_tensor(piece, [tile.cols, tile.step]),
             packed.bias1,
             act,
             plan.offsets,
             plan.tile_expert,
             plan.tile_start,
-            K=hidden,
-            I=inter,
+            first,
+            K=geometry.hidden,
+            N=rows,
+            I=geometry.inter,
             FP4=self._fp4,
             HAS_BIAS=self._recipe.bias,
             **self._activation,
             **shape,
         )
-        del w1
-        w2 = self.unpacked(packed.words2, packed.scales2, packed.lowered2, inter)
-        y = x  # No longer read, and as large.
-        grid, shape = self._launch(tiles.down, plan, hidden)
-        down = tiles.down
+
+    def _dense_down(self, weights, plan, tile, act, piece, y, first, rows) -> None:
+        geometry = self._geometry
+        grid, shape = self._launch(tile, plan, rows)
         dense_triton.dense_down[grid](
-            TensorDescriptor.from_tensor(act, [down.rows, down.step]),
-            TensorDescriptor.from_tensor(w2.view(experts * hidden, inter), [down.cols, down.step]),
+            TensorDescriptor.from_tensor(act, [tile.rows, tile.step]),
+            TensorDescriptor.from_tensor(piece, [tile.cols, tile.step]),
             weights.bias2,
             y,
             plan.offsets,
             plan.tile_expert,
             plan.tile_start,
-            K=inter,
-            N=hidden,
+            first,
+            K=geometry.inter,
+            N=rows,
+            H=geometry.hidden,
             HAS_BIAS=self._recipe.bias,
             **shape,
         )
-        return y
+
+    def _unpack(self, words, raised, lowered, groups, first, rows, out, per_sm) -> None:
+        width, held = out.shape[1], words.shape[2]
+        shape = _word_tile(held, 512)
+        programs = triton.cdiv(groups * rows, shape["ROWS"]) * triton.cdiv(held, shape["WORDS"])
+        gemm_triton.unpack_weights[(min(programs, per_sm * self._sms),)](
+            words,
+            raised,
+            out.view(torch.int32),
+            groups,
+            first,
+            rows,
+            LOWERED=lowered,
+            N=words.shape[0] * words.shape[1] // groups,
+            K=width,
+            KP=held * 8,
+            PTX=self._ptx,
+            **shape,
+        )
 
     def _scaled_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
         geometry = self._geometry
@@ -470,21 +537,42 @@ class TritonExperts:
         self, words: torch.Tensor, scales: torch.Tensor, lowered: int, width: int
     ) -> torch.Tensor:
         """Packed weights ``[E, N, …]`` as bf16 ``[E, N, width]``."""
-        experts, rows, count = words.shape
+        experts, rows, _ = words.shape
         out = torch.empty(experts, rows, width, dtype=torch.bfloat16, device=words.device)
-        grid, tile = _word_tiles(experts * rows, count)
-        gemm_triton.unpack_weights[grid](
-            words,
-            scales,
-            out.view(torch.int32),
-            experts * rows,
-            LOWERED=lowered,
-            K=width,
-            KP=count * 8,
-            PTX=self._ptx,
-            **tile,
-        )
+        flat = out.view(experts * rows, width)
+        self._unpack(words, scales, lowered, experts, 0, rows, flat, per_sm=16)
         return out
+
+    def _streams(self) -> _Streams:
+        if self._second is None and self._device.type == "cuda":
+            self._second = torch.cuda.Stream(self._device, priority=-1)
+        return _Streams(self._second)
+
+
+class _Streams:
+    """The current stream and another one beside it; on the CPU, where kernels run at once, neither is needed."""
+
+    def __init__(self, second: torch.cuda.Stream | None) -> None:
+        self._second = second
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A mark after what the stream in use has been given so far."""
+        return None if self._second is None else torch.cuda.current_stream().record_event()
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Let the stream in use wait for a mark."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    @contextmanager
+    def other(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Use the other stream, after a mark."""
+        if self._second is None:
+            yield
+            return
+        with torch.cuda.stream(self._second):
+            self.wait(mark)
+            yield
 
 
 def columns(hidden: int) -> int:
@@ -506,11 +594,15 @@ def _padded(width: int) -> int:
     return triton.cdiv(width, gemm_triton.PAD) * gemm_triton.PAD
 
 
-def _word_tiles(rows: int, words: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and tile of a kernel that goes over ``[rows, words]``."""
-    tile = {"WORDS": min(256, triton.next_power_of_2(words))}
-    tile["ROWS"] = 1024 // tile["WORDS"]
-    return (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(words, tile["WORDS"]),), tile
+def _word_tile(words: int, size: int) -> dict[str, int]:
+    """Tile of ``size`` words of a kernel that goes over rows of ``words`` words."""
+    cols = min(256, triton.next_power_of_2(words))
+    return {"WORDS": cols, "ROWS": size // cols}
+
+
+def _piece(rows: int, cols: int, pieces: int) -> int:
+    """Rows of each of about so many pieces, whole tiles of ``cols``."""
+    return triton.cdiv(triton.cdiv(rows, pieces), cols) * cols
 
 
 def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -523,8 +615,9 @@ def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torc
     lowered = max(0, largest - 128)
     words = torch.empty(experts, rows, padded // 8, dtype=torch.int32, device=codes.device)
     raised = torch.empty(experts, rows, padded // BLOCK, dtype=torch.uint8, device=codes.device)
-    grid, tile = _word_tiles(experts * rows, padded // 8)
-    gemm_triton.pack_weights[grid](
+    shape = _word_tile(padded // 8, 1024)
+    tiles = triton.cdiv(experts * rows, shape["ROWS"]) * triton.cdiv(padded // 8, shape["WORDS"])
+    gemm_triton.pack_weights[(tiles,)](
         codes.contiguous().view(torch.int32),
         scales.contiguous(),
         words,
@@ -533,6 +626,6 @@ def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torc
         126 - lowered,
         K=width,
         KP=padded,
-        **tile,
+        **shape,
     )
     return words, raised, lowered

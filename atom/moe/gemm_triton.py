@@ -51,15 +51,6 @@ def _element_of(position, STEP: tl.constexpr):
 
 
 @triton.jit
-def _word_tile(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Rows ``[ROWS, 1]`` (int64), whether they exist, and words ``[1, WORDS]`` of this program's tile of ``[rows, WIDTH]``."""
-    COL_TILES: tl.constexpr = (WIDTH + WORDS - 1) // WORDS
-    row = tl.program_id(0) // COL_TILES * ROWS + tl.arange(0, ROWS)[:, None]
-    word = tl.program_id(0) % COL_TILES * WORDS + tl.arange(0, WORDS)[None, :]
-    return row.to(tl.int64), row < rows, word
-
-
-@triton.jit
 def pack_weights(
     codes_ptr,  # e2m1 pairs as int32 [rows, K / 8]
     scales_ptr,  # uint8 [rows, K / 32]
@@ -73,7 +64,11 @@ def pack_weights(
     WORDS: tl.constexpr,
 ):
     """Rearrange codes into words and raise their scales by ``raise_by``."""
-    row, inside, word = _word_tile(rows, KP // 8, ROWS, WORDS)
+    COL_TILES: tl.constexpr = (KP // 8 + WORDS - 1) // WORDS
+    row = tl.program_id(0) // COL_TILES * ROWS + tl.arange(0, ROWS)[:, None]
+    word = tl.program_id(0) % COL_TILES * WORDS + tl.arange(0, WORDS)[None, :]
+    inside = row < rows
+    row = row.to(tl.int64)
     live = inside & (word < K // 8)
     codes = tl.load(codes_ptr + row * (K // 8) + word, mask=live, other=0)
     scale = tl.load(scales_ptr + row * (K // 32) + word // 4, mask=live, other=0).to(tl.int32)
@@ -316,35 +311,44 @@ def down(
 
 @triton.jit
 def unpack_weights(
-    words_ptr,  # int32 [rows, KP / 8]
-    scales_ptr,  # uint8 [rows, KP / 32], raised
-    out_ptr,  # bf16 pairs as int32 [rows, K / 2]
+    words_ptr,  # int32 [groups, N, KP / 8]
+    scales_ptr,  # uint8 [groups, N, KP / 32], raised
+    out_ptr,  # bf16 pairs as int32 [groups, rows, K / 2]
+    groups,
+    first_row,
     rows,
     LOWERED: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rows of weights as bf16, elements in their own order."""
-    row, inside, word = _word_tile(rows, KP // 8, ROWS, WORDS)
-    live = inside & (word < K // 8)
-    words = tl.load(words_ptr + row * (KP // 8) + word, mask=live, other=0)
-    raised = tl.load(scales_ptr + row * (KP // 32) + word // 4, mask=live, other=0)
-    factors = _factors(raised)
-    first = _scaled(_shifted(words, 0), factors, PTX)
-    second = _scaled(_shifted(words, 1), factors, PTX)
-    third = _scaled(_shifted(words, 2), factors, PTX)
-    fourth = _scaled(_shifted(words, 3), factors, PTX)
-    if LOWERED > 0:
-        # bf16 of 2^LOWERED, twice.
-        rest = tl.zeros_like(words) + (127 + LOWERED) * 0x00800080
-        first = _scaled(first, rest, PTX)
-        second = _scaled(second, rest, PTX)
-        third = _scaled(third, rest, PTX)
-        fourth = _scaled(fourth, rest, PTX)
-    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
-    pair = word * 4 + tl.zeros_like(words)
-    pair = pair[:, :, None, None] + tl.arange(0, 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(out_ptr + row[:, :, None, None] * (K // 2) + pair, pairs, mask=live[:, :, None, None])
+    """Rows ``first_row`` to ``first_row + rows`` of each group of weights as bf16, elements in their own order."""
+    COL_TILES: tl.constexpr = (KP // 8 + WORDS - 1) // WORDS
+    total = groups * rows
+    for index in range(tl.program_id(0), tl.cdiv(total, ROWS) * COL_TILES, tl.num_programs(0)):
+        to = index // COL_TILES * ROWS + tl.arange(0, ROWS)[:, None]
+        word = index % COL_TILES * WORDS + tl.arange(0, WORDS)[None, :]
+        live = (to < total) & (word < K // 8)
+        row = (to // rows * N + first_row + to % rows).to(tl.int64)
+        words = tl.load(words_ptr + row * (KP // 8) + word, mask=live, other=0)
+        raised = tl.load(scales_ptr + row * (KP // 32) + word // 4, mask=live, other=0)
+        factors = _factors(raised)
+        first = _scaled(_shifted(words, 0), factors, PTX)
+        second = _scaled(_shifted(words, 1), factors, PTX)
+        third = _scaled(_shifted(words, 2), factors, PTX)
+        fourth = _scaled(_shifted(words, 3), factors, PTX)
+        if LOWERED > 0:
+            # bf16 of 2^LOWERED, twice.
+            rest = tl.zeros_like(words) + (127 + LOWERED) * 0x00800080
+            first = _scaled(first, rest, PTX)
+            second = _scaled(second, rest, PTX)
+            third = _scaled(third, rest, PTX)
+            fourth = _scaled(fourth, rest, PTX)
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+        pair = word * 4 + tl.zeros_like(words)
+        pair = pair[:, :, None, None] + tl.arange(0, 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        out = out_ptr + to.to(tl.int64)[:, :, None, None] * (K // 2)
+        tl.store(out + pair, pairs, mask=live[:, :, None, None])

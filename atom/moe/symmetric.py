@@ -293,7 +293,7 @@ class SymmetricMegaMoE:
         slots = ids.new_empty(tokens, g.ep_size)
         chunks = max(1, triton.cdiv(tokens, _CHUNK))
         chunk_counts = ids.new_empty(chunks, g.ep_size)
-        shape = {
+        routing = {
             "W": g.ep_size,
             "K": g.topk,
             "LOCAL": g.local_experts,
@@ -301,7 +301,7 @@ class SymmetricMegaMoE:
             "CHUNK": _CHUNK,
         }
         if chunks > 1:
-            dispatch_triton.count_tokens[(chunks,)](ids, chunk_counts, tokens, **shape)
+            dispatch_triton.count_tokens[(chunks,)](ids, chunk_counts, tokens, **routing)
         dispatch_triton.assign_slots[(chunks,)](
             ids,
             topk_weights,
@@ -316,11 +316,11 @@ class SymmetricMegaMoE:
             layout.weights,
             layout.counts,
             CHUNKS=triton.next_power_of_2(chunks),
-            **shape,
+            **routing,
         )
         if tokens:
-            rows, cols = mx_triton.tile(g.hidden)
-            dispatch_triton.send_rows[(triton.cdiv(tokens, rows) * triton.cdiv(g.hidden, cols),)](
+            shape = mx_triton.tile(g.hidden, self._wire)
+            dispatch_triton.send_rows[(mx_triton.tiles(tokens, g.hidden, shape),)](
                 x.view(torch.int32),
                 slots,
                 self._peers,
@@ -335,8 +335,7 @@ class SymmetricMegaMoE:
                 QUANTIZING=self._wire.quantizing,
                 FP4=self._wire is Wire.FP4,
                 NAN_MAKES_POISON=mx_triton.nan_makes_poison(),
-                ROWS=rows,
-                COLS=cols,
+                **shape,
             )
         return Dispatched(tokens=tokens, slots=slots)
 

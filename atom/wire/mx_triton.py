@@ -26,10 +26,11 @@ from atom.wire.mx_reference import check_codes, check_input, element_format
 
 __all__ = ["dequantize", "dequantize_to_bf16", "quantize", "quantize_into"]
 
-_TILE = 4096
-"""Elements that one program quantizes at a time."""
+_TILES = {Wire.FP4: (2048, 1), Wire.FP8: (8192, 4), Wire.BF16: (4096, 4)}
+"""Elements that one program takes at a time, and its warps, for each format of the result (measured: docs/gpu_results.md).
+e2m1 needs so much arithmetic that short programs, of which many fit, hide it best."""
 
-_PROGRAMS = 2048
+_PROGRAMS = 4096
 """Programs where the number of rows is known on the GPU only: enough to fill it, few enough to find no rows quickly."""
 
 _ROUND_TO_HALVES = tl.constexpr(6291456.0)
@@ -365,10 +366,16 @@ def nan_makes_poison() -> bool:
     return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
-def tile(hidden: int) -> tuple[int, int]:
-    """Rows and columns of the tile that one program of a row-wise kernel takes."""
+def tile(hidden: int, fmt: Wire) -> dict[str, int]:
+    """Tile of a row-wise kernel that makes rows in ``fmt``, and its warps, as keyword arguments of its launch."""
+    elements, warps = _TILES[fmt]
     cols = max(BLOCK, min(1024, triton.next_power_of_2(hidden)))
-    return _TILE // cols, cols
+    return {"ROWS": elements // cols, "COLS": cols, "num_warps": warps}
+
+
+def tiles(rows: int, hidden: int, shape: dict[str, int]) -> int:
+    """Tiles of that shape in ``[rows, hidden]``."""
+    return triton.cdiv(rows, shape["ROWS"]) * triton.cdiv(hidden, shape["COLS"])
 
 
 def quantize(x: torch.Tensor, fmt: Wire | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -441,23 +448,17 @@ def quantize_into(
     if x.stride(1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4:
         x = x.contiguous()
     strides = (x.stride(0) // 2, payload_out.stride(0), scales_out.stride(0))
-    rows_tile, cols = tile(hidden)
-    shape = {
-        "H": hidden,
-        "FP4": fmt is Wire.FP4,
-        "NAN_MAKES_POISON": nan_makes_poison(),
-        "ROWS": rows_tile,
-        "COLS": cols,
-    }
-    tiles = triton.cdiv(rows, rows_tile) * triton.cdiv(hidden, cols)
+    shape = tile(hidden, fmt)
+    programs = tiles(rows, hidden, shape)
+    shape |= {"H": hidden, "FP4": fmt is Wire.FP4, "NAN_MAKES_POISON": nan_makes_poison()}
     if counts is None:
-        _quantize_bf16[(tiles,)](
+        _quantize_bf16[(programs,)](
             x.view(torch.int32), payload_out, scales_out, rows, *strides, **shape
         )
         return
     regions = counts.numel()
     assert rows % regions == 0, f"{rows} rows in {regions} regions"
-    _quantize_regions[(min(tiles, _PROGRAMS),)](
+    _quantize_regions[(min(programs, _PROGRAMS),)](
         x.view(torch.int32),
         payload_out,
         scales_out,
@@ -498,8 +499,8 @@ def _dequantized(
     if rows:
         codes = codes.reshape(rows, codes.shape[-1])
         scales = scales.reshape(rows, scales.shape[-1])
-        rows_tile, cols = tile(hidden)
-        _dequantize[(triton.cdiv(rows, rows_tile) * triton.cdiv(hidden, cols),)](
+        shape = tile(hidden, Wire.BF16)
+        _dequantize[(tiles(rows, hidden, shape),)](
             codes,
             scales,
             out,
@@ -508,7 +509,6 @@ def _dequantized(
             scales.stride(0),
             H=hidden,
             FP4=fmt is Wire.FP4,
-            ROWS=rows_tile,
-            COLS=cols,
+            **shape,
         )
     return out
