@@ -19,6 +19,8 @@ from numba import njit
 from torch import nn
 from transformers import AttentionInterface
 
+from atom.engine.paged_cache import caches_latents
+
 NAME = "atom_paged_cpu"
 """The name under which the attention is registered in transformers."""
 
@@ -269,7 +271,7 @@ def use_paged_attention(model: nn.Module) -> bool:
     """Give a model this attention where it fits: bf16 on CPU, plain causal attention with sdpa's semantics.
 
     Returns:
-        Whether it was given; otherwise the model keeps its own (sliding windows, attention sinks, a GPU).
+        Whether it was given; otherwise the model keeps its own (sliding windows, attention sinks, latents, a GPU).
     """
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
@@ -281,6 +283,7 @@ def use_paged_attention(model: nn.Module) -> bool:
         and model.device.type == "cpu"
         and model.dtype == torch.bfloat16
         and model._supports_sdpa
+        and not caches_latents(config)
         and not any(hasattr(module, "sinks") for module in model.modules())
     )
     if fits:

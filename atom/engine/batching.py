@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from atom.engine.attention import NAME as PAGED_ATTENTION
 from atom.engine.attention import use_paged_attention
+from atom.engine.paged_cache import pad_latents, sized_for_latents
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
 from atom.engine.sampling import RequestSampler, choose, token_logprobs
 
@@ -50,6 +51,11 @@ class BatchLimits:
     kv_tokens: int
 
     def __post_init__(self) -> None:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} requests cannot each have a token in a batch of "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}."
+            )
         if self.kv_tokens < self.max_model_len:
             raise ValueError(
                 f"the KV cache of {self.kv_tokens} tokens cannot hold one request of max_model_len="
@@ -171,7 +177,7 @@ class ContinuousBatcher:
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=-(-limits.kv_tokens // PAGE_TOKENS),
-            max_batch_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+            max_batch_tokens=limits.max_num_batched_tokens,
             max_requests_per_batch=limits.max_num_seqs,
             max_blocks_per_request=0,
             use_async_batching=False,
@@ -186,10 +192,13 @@ class ContinuousBatcher:
             # transformers resolves this to 0 where it knows no kernel that reads pages; ours does.
             pages = -(-limits.max_model_len // PAGE_TOKENS) + 1
             manager.continuous_batching_config.max_blocks_per_request = pages
-        self._processor = manager._create_batch_processor()
+        text_config = model.config.get_text_config()
+        with sized_for_latents(text_config):
+            self._processor = manager._create_batch_processor()
         self._runner = _SamplingRunner(self._processor.model_runner, self._requests)
         self._processor.model_runner = self._runner
         self._cache = self._processor.cache
+        pad_latents(self._cache, text_config)
         self._scheduler = self._processor.scheduler
         self._share_prefixes_but_for_prompt_logprobs()
 

@@ -52,7 +52,7 @@ def _forward(module: nn.Module, epsilon: np.float32) -> Any:
 def use_fused_norms(model: nn.Module) -> int:
     """Replace the forward of every RMSNorm of a bf16 model on CPU that this computation reproduces.
 
-    A module is taken when its class is named RMSNorm, it has a ``weight`` and a ``variance_epsilon``, and its own forward
+    A module is taken when its class is named RMSNorm, it has a bf16 ``weight`` and a ``variance_epsilon``, and its own forward
     gives what the fused one gives on a random input, to within one unit in the last place of bf16; variants that
     compute something else (Gemma's ``1 + weight``, say) are left alone.
 
@@ -67,6 +67,8 @@ def use_fused_norms(model: nn.Module) -> int:
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", None)
         if not type(module).__name__.endswith("RMSNorm") or weight is None or epsilon is None:
+            continue
+        if weight.dtype != torch.bfloat16:
             continue
         forward = _forward(module, np.float32(epsilon))
         x = torch.randn(3, weight.shape[0], generator=generator).bfloat16()

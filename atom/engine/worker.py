@@ -23,6 +23,7 @@ from atom.engine import bootstrap, loading
 from atom.engine.batching import PAGE_TOKENS, BatchLimits, ContinuousBatcher
 from atom.engine.lockstep import Agree, Lockstep
 from atom.engine.norms import use_fused_norms
+from atom.engine.paged_cache import check_cacheable, kv_shape
 from atom.engine.protocol import (
     Down,
     Failed,
@@ -204,13 +205,14 @@ class _Plan:
 def _plan(config: WorkerConfig) -> _Plan:
     path = loading.resolve_model_path(config.model, load_format=config.load_format)
     model_config = loading.load_config(path)
+    check_cacheable(model_config.get_text_config())
     device = _device(config)
     limits = _limits(config, model_config)
     geometry, recipe = describe(
         model_config,
         ep_size=config.world_size,
         ep_rank=config.rank,
-        max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+        max_tokens=limits.max_num_batched_tokens,
     )
     choice = resolve_choice(recipe, device=device)
     layout = check_wire(choice, geometry.hidden)
@@ -239,14 +241,14 @@ def _limits(config: WorkerConfig, model_config: PreTrainedConfig) -> BatchLimits
             f"--max-model-len {max_model_len} exceeds the {longest} positions that the model was made for "
             f"(max_position_embeddings): lower it."
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads, size = kv_shape(text)
+    max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     token_bytes = 2 * 2 * text.num_hidden_layers * heads * size
-    wanted = config.max_num_seqs * (max_model_len + PAGE_TOKENS)
+    wanted = max_num_seqs * (max_model_len + PAGE_TOKENS)
     kv_tokens = max(max_model_len + PAGE_TOKENS, min(wanted, CPU_KV_BYTES // token_bytes))
     return BatchLimits(
         max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_tokens=kv_tokens,
     )

@@ -83,7 +83,7 @@ class WireLayout:
             )
         if wire.quantizing and hidden % BLOCK:
             raise ValueError(
-                f"hidden={hidden} is not a multiple of {BLOCK}, the MX block, so a {wire} wire cannot carry it: "
+                f"hidden={hidden} is not a multiple of {BLOCK}, the MX block, so the {wire} wire cannot carry it: "
                 f"use the bf16 wire for this model (MEGA_WIRE=bf16)."
             )
         scale_bytes = hidden // BLOCK if wire.quantizing else 0
@@ -190,14 +190,27 @@ def check_wire(choice: WireChoice, hidden: int) -> WireLayout:
                 f"whole MX blocks, whatever the wire. This model cannot be served with MXFP4 experts."
             ) from error
         raise LaunchRefused(f"{choice.wire_found}: {error}") from error
+    rows = f": at hidden {hidden} a wire row is {layout.row_bytes} B and the operand's row {operand.row_bytes} B"
+    check_pair(choice, rows=rows)
+    return layout
+
+
+def check_pair(choice: WireChoice, *, rows: str = "") -> None:
+    """The part of :func:`check_wire` that needs no row width.
+
+    Args:
+        choice: wire and A operand.
+        rows: what the message says of the rows' sizes, where they are known.
+
+    Raises:
+        LaunchRefused: the wire is neither bf16 nor the A operand's own format.
+    """
     if choice.wire.quantizing and choice.wire is not choice.a_operand.wire:
         other = "1" if choice.wire is Wire.FP8 else "0"
         raise LaunchRefused(
-            f"A {choice.wire} wire does not fit the expert GEMM's {choice.a_operand} A operand: at hidden {hidden} a "
-            f"wire row is {layout.row_bytes} B and the operand's row {operand.row_bytes} B.\n"
+            f"The {choice.wire} wire does not fit the expert GEMM's {choice.a_operand} A operand{rows}.\n"
             f"  found: {choice.wire_found}, {choice.a_operand_found}\n"
             f"  either set MEGA_WIRE={choice.a_operand} (MEGA_WIRE=auto follows the A operand, MEGA_WIRE=bf16 "
             f"always fits),\n"
             f"  or set AITER_FORCE_A8W4={other}, which makes the A operand {choice.wire}."
         )
-    return layout

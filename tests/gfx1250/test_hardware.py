@@ -195,4 +195,4 @@ def test_a_mismatched_pair_fails_to_start(ranks, model, tmp_path, wire, force):
         server.wait_until_healthy(timeout=200)
     assert exited.value.status == REFUSED_EXIT_STATUS
     log = "\n".join(server.log_lines())
-    assert f"A {wire} wire does not fit" in log and "Traceback" not in log
+    assert f"The {wire} wire does not fit" in log and "Traceback" not in log

@@ -104,13 +104,13 @@ def test_different_environments_give_every_rank_the_table():
 
 def test_one_refusal_reaches_every_rank_with_what_was_set():
     message = _assert_all_fail_alike(_run([FP4, FP8]))
-    assert "rank 1 refused: A fp8 wire does not fit" in message
+    assert "rank 1 refused: The fp8 wire does not fit" in message
     assert ["MEGA_WIRE", "fp4", "fp8"] in [line.split() for line in message.splitlines()]
 
 
 def test_the_same_refusal_everywhere_is_said_once():
     message = _assert_all_fail_alike(_run([FP8, FP8]))
-    assert message.startswith("A fp8 wire does not fit")
+    assert message.startswith("The fp8 wire does not fit")
     assert "rank" not in message
 
 

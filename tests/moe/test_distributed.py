@@ -368,7 +368,7 @@ def test_tensors_of_another_kind_are_named(change, message):
 
 
 def test_a_wire_that_does_not_fit_is_refused_before_weights():
-    with pytest.raises(LaunchRefused, match="A fp8 wire does not fit"):
+    with pytest.raises(LaunchRefused, match="The fp8 wire does not fit"):
         DistributedMegaMoE(geometry(), RECIPES["silu"], choice(Wire.FP8, AOperand.FP4), None, CPU)
 
 

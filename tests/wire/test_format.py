@@ -12,6 +12,7 @@ from atom.wire.format import (
     AOperand,
     Wire,
     WireLayout,
+    check_pair,
     check_wire,
     parse_wire,
     resolve_wire,
@@ -109,6 +110,8 @@ def test_what_the_kernel_library_answers_wins_over_the_variable():
     )
     with pytest.raises(LaunchRefused, match="aiter answers fp8"):
         check_wire(mismatch, HIDDEN)
+    with pytest.raises(LaunchRefused, match="aiter answers fp8"):
+        check_pair(mismatch)
 
 
 @pytest.mark.parametrize(
