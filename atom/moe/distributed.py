@@ -22,9 +22,9 @@ import torch.distributed as dist
 from atom.moe.exchange import COUNT_BYTES, EagerExchange, Exchange
 from atom.moe.experts import CpuExperts
 from atom.moe.mega_moe import Built, WireCounters
-from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize
+from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize, quantize_into
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
-from atom.wire.format import AOperand, Wire, WireChoice, check_wire
+from atom.wire.format import AOperand, Wire, WireChoice, WireLayout, check_wire
 
 
 def build(
@@ -117,6 +117,7 @@ class DistributedMegaMoE:
         _check_group(geometry, group)
         device = torch.device(device)
         self.counters = WireCounters()
+        self.max_rank_tokens: int | None = None
         self.built = Built(
             geometry=geometry,
             recipe=recipe,
@@ -139,9 +140,10 @@ class DistributedMegaMoE:
                 self._exchange = EagerExchange(group, self._form.bytes)
             else:
                 self._exchange = Exchange(group, device)
-        self._outbound, self._inbound, self._results, self._returned = (
-            Buffer(device) for _ in range(4)
-        )
+        self._operand = WireLayout.of(choice.a_operand, geometry.hidden)
+        self._buffers = [Buffer(device) for _ in range(6)]
+        self._outbound, self._inbound, self._results, self._returned = self._buffers[:4]
+        self._codes, self._scales = self._buffers[4:]
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """See :meth:`atom.moe.mega_moe.MegaMoE.prepare`.
@@ -244,7 +246,7 @@ class DistributedMegaMoE:
 
     def close(self) -> None:
         """Free the buffers. The group is its owner's."""
-        for buffer in (self._outbound, self._inbound, self._results, self._returned):
+        for buffer in self._buffers:
             buffer.free()
 
     def _checked(
@@ -282,7 +284,9 @@ class DistributedMegaMoE:
         form = self._form
         payload = arrived[:, : form.payload]
         if self._wire is Wire.BF16:
-            codes, scales = quantize(payload.view(torch.bfloat16), self._a_operand.wire)
+            codes = self._codes.take(arrived.shape[0], self._operand.payload_bytes)
+            scales = self._scales.take(arrived.shape[0], self._operand.scale_bytes)
+            quantize_into(payload.view(torch.bfloat16), self._a_operand.wire, codes, scales)
         else:
             codes = payload
             scales = arrived[:, form.payload : form.payload + self._scale_bytes]

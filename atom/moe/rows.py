@@ -253,3 +253,15 @@ def quantize(x: torch.Tensor, fmt: Wire | AOperand) -> tuple[torch.Tensor, torch
     from atom.wire import mx_triton
 
     return mx_triton.quantize(x, fmt)
+
+
+def quantize_into(
+    x: torch.Tensor, fmt: Wire | AOperand, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """:func:`quantize` into given tensors: new memory's first touch can take longer than the arithmetic."""
+    if x.is_cpu:
+        mx.quantize_into(x, fmt, codes, scales)
+        return
+    from atom.wire import mx_triton
+
+    mx_triton.quantize_into(x, fmt, codes, scales)
