@@ -260,6 +260,11 @@ class ContinuousBatcher:
         """Schedule the next batch. Returns whether there is one."""
         return self.has_requests and self._processor.prepare_next_batch()
 
+    @property
+    def batch_tokens(self) -> int:
+        """Query tokens of the batch that :meth:`prepare` scheduled last."""
+        return self._processor.inputs_and_outputs.num_q_tokens
+
     def step(self) -> list[TokenOutput]:
         """Run the batch that :meth:`prepare` scheduled and return what it gave each request."""
         self._processor._generation_step(self.model)

@@ -57,13 +57,13 @@ class Agreement:
     """What all ranks know after one round.
 
     Attributes:
-        any_batch: some rank has a batch, so all step.
+        max_tokens: most tokens that any rank's batch has; 0 when no rank has a batch.
         any_requests: some rank has requests, scheduled or not.
         min_epoch: oldest epoch that some rank knew. max_epoch: newest.
         all_stopping: every rank was told to stop.
     """
 
-    any_batch: bool
+    max_tokens: int
     any_requests: bool
     min_epoch: int
     max_epoch: int
@@ -77,17 +77,15 @@ class Agree:
         self._group = group
         self._state = torch.zeros(5, dtype=torch.int64)
 
-    def __call__(
-        self, *, has_batch: bool, has_requests: bool, epoch: int, stopping: bool
-    ) -> Agreement:
+    def __call__(self, *, tokens: int, has_requests: bool, epoch: int, stopping: bool) -> Agreement:
         """Enter a round; returns once every rank has entered it."""
-        values = [has_batch, has_requests, epoch, -epoch, not stopping]
+        values = [tokens, has_requests, epoch, -epoch, not stopping]
         if self._group is not None:
             self._state[:] = torch.tensor(values, dtype=torch.int64)
             dist.all_reduce(self._state, op=dist.ReduceOp.MAX, group=self._group)
             values = self._state.tolist()
         return Agreement(
-            any_batch=bool(values[0]),
+            max_tokens=values[0],
             any_requests=bool(values[1]),
             max_epoch=values[2],
             min_epoch=-values[3],
@@ -104,6 +102,7 @@ class Lockstep:
         rank: int,
         batcher: ContinuousBatcher,
         run_empty: Callable[[], None],
+        announce: Callable[[int], None],
         counters: Callable[[], WireCounters],
         channel: Channel,
         agree: Agree,
@@ -113,6 +112,7 @@ class Lockstep:
             rank: this rank.
             batcher: this rank's requests.
             run_empty: calls each MoE layer once with zero tokens, in the model's order.
+            announce: told before each step how many tokens a rank brings to it at most.
             counters: the wire's byte counters, summed over this rank's MegaMoE instances.
             channel: the router's messages.
             agree: the rounds.
@@ -120,6 +120,7 @@ class Lockstep:
         self._rank = rank
         self._batcher = batcher
         self._run_empty = run_empty
+        self._announce = announce
         self._counters = counters
         self._channel = channel
         self._agree = agree
@@ -143,14 +144,15 @@ class Lockstep:
                 continue
             has_batch = self._batcher.prepare()
             agreement = self._agree(
-                has_batch=has_batch,
+                tokens=self._batcher.batch_tokens if has_batch else 0,
                 has_requests=self._batcher.has_requests,
                 epoch=self._epoch,
                 stopping=self._stopping,
             )
             asleep_at = None
-            if agreement.any_batch:
+            if agreement.max_tokens:
                 stalled = 0
+                self._announce(agreement.max_tokens)
                 self._step(has_batch)
                 continue
             self._report([])

@@ -308,6 +308,11 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
             eos_token_ids=eos,
         )
     )
+
+    def announce(max_tokens: int) -> None:
+        for each in megas:
+            each.max_rank_tokens = max_tokens
+
     # What is loaded stays: keep the collector from walking it again at every step.
     gc.collect()
     gc.freeze()
@@ -315,6 +320,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         rank=config.rank,
         batcher=batcher,
         run_empty=lambda: expert_parallel.run_empty(model),
+        announce=announce,
         counters=lambda: _sum([each.counters for each in megas]),
         channel=channel,
         agree=Agree(groups.control),

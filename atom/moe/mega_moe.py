@@ -93,6 +93,9 @@ class MegaMoE(Protocol):
 
     built: Built
     counters: WireCounters
+    max_rank_tokens: int | None
+    """Most tokens that any rank brings to the calls of this step, where the caller knows it; a backend may size its work by
+    it."""
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Derive what this backend's kernels need from a layer's weights, once, when they are loaded.

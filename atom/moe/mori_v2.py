@@ -92,6 +92,7 @@ class MoriMegaMoE:
     """aiter's MegaMoEGfx1250 behind the :class:`~atom.moe.mega_moe.MegaMoE` protocol. Made by :func:`build`."""
 
     def __init__(self, made: Construction, device: torch.device) -> None:
+        self.max_rank_tokens: int | None = None
         self.built = made.built
         self.closed = False
         self._names = made.names
@@ -178,7 +179,8 @@ class MoriMegaMoE:
             hidden_states: ``[T, H]``. topk_weights: ``[T, K]``. topk_ids: ``[T, K]``, global expert ids. They are converted to
                 bf16, f32 and int32, contiguous, where they are not.
             weights: as :meth:`prepare` returned them.
-            max_rank_tokens: the most tokens that any rank brings to this step, where that is known (a uniform decode batch):
+            max_rank_tokens: the most tokens that any rank brings to this step, where that is known (by default what the
+                attribute of this name says, which the lockstep sets before each step):
                 the expert GEMM is then shown ``R * max_rank_tokens`` rows instead of the whole arena. A Python int, so
                 that it is static under graph capture.
 
@@ -190,6 +192,8 @@ class MoriMegaMoE:
         """
         g = self.built.geometry
         tokens = hidden_states.shape[0]
+        if max_rank_tokens is None:
+            max_rank_tokens = self.max_rank_tokens
         if tokens > g.max_tokens:
             raise ValueError(
                 f"{tokens} tokens in one step exceed the {g.max_tokens} that the arena was built for: raise "

@@ -218,6 +218,7 @@ class SymmetricMegaMoE:
             barrier: waits, on the current stream, until all ranks' work before it is done; None where the order of
                 one stream is enough.
         """
+        self.max_rank_tokens: int | None = None
         self.built = Built(
             geometry=geometry,
             recipe=recipe,

@@ -85,6 +85,7 @@ def generate(
             rank=rank,
             batcher=ContinuousBatcher(model, LIMITS, loading.eos_token_ids(path, config)),
             run_empty=lambda: expert_parallel.run_empty(model),
+            announce=lambda most: setattr(mega, "max_rank_tokens", most),
             counters=lambda: mega.counters,
             channel=channel,
             agree=Agree(group),

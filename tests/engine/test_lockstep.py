@@ -41,7 +41,7 @@ class Rendezvous:
     def _reduce(self) -> None:
         v, self.values = self.values, []
         self.result = Agreement(
-            any_batch=any(x["has_batch"] for x in v),
+            max_tokens=max(x["tokens"] for x in v),
             any_requests=any(x["has_requests"] for x in v),
             min_epoch=min(x["epoch"] for x in v),
             max_epoch=max(x["epoch"] for x in v),
@@ -83,6 +83,10 @@ class Batcher:
 
     def prepare(self):
         return bool(self.left)
+
+    @property
+    def batch_tokens(self):
+        return len(self.left)
 
     def step(self):
         self.steps += 1
@@ -139,6 +143,7 @@ class Cluster:
         self.batchers = [Batcher(layers) for _ in range(ranks)]
         self.errors: list[BaseException] = []
         self.empty_steps = Counter()
+        self.announced: list[list[int]] = [[] for _ in range(ranks)]
         self.epoch = 0
 
         def run(rank: int) -> None:
@@ -151,6 +156,7 @@ class Cluster:
                     rank=rank,
                     batcher=self.batchers[rank],
                     run_empty=run_empty,
+                    announce=self.announced[rank].append,
                     counters=WireCounters,
                     channel=self.channels[rank],
                     agree=rounds,
@@ -227,6 +233,7 @@ def test_an_idle_rank_steps_with_the_others_and_then_all_sleep():
     assert sleeps == [channel.sleeps for channel in cluster.channels], "an idle rank is not asleep"
     cluster.stop()
     assert cluster.empty_steps[1] == 5 and cluster.batchers[0].steps == 5
+    assert cluster.announced == [[1] * 5] * 2
 
 
 def test_cancelled_and_refused_requests_are_answered():

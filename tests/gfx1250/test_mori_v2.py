@@ -475,6 +475,9 @@ def test_the_bound_is_what_can_arrive(mega):
     assert mega._mega.bounds == [3, 5, 32, 1, None]
     with pytest.raises(ValueError, match="max_rank_tokens=2, but this rank alone brings 3"):
         mega(*batch(3), weights, max_rank_tokens=2)
+    mega.max_rank_tokens = 7
+    mega(*batch(3), weights)
+    assert mega._mega.bounds[-1] == 7, "what the lockstep announced holds when a call says nothing"
 
 
 @pytest.mark.parametrize(
