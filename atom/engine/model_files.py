@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from atom.engine.byte_tokenizer import byte_tokenizer
+from atom.engine.model_path import read_config_json
 from atom.errors import LaunchRefused
 from atom.quiet import quiet
 
@@ -25,6 +26,7 @@ def load_config(path: Path) -> PreTrainedConfig:
     Raises:
         LaunchRefused: config.json is broken, or of a type that transformers does not know.
     """
+    read_config_json(path)
     try:
         with quiet():
             return AutoConfig.from_pretrained(path, local_files_only=True)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from atom.errors import LaunchRefused
 
 BUNDLED = {"tiny-moe": "tiny_moe"}
 """Models that come with the package, by the name that ``--model`` knows them by, with their folder in ``assets``."""
+
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -50,3 +61,23 @@ def resolve_model_path(name: str, *, load_format: str = "dummy") -> Path:
 
         Checkpoint(path)
     return path
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """A model directory's config.json as it is written there. It takes no library that is slow to import.
+
+    Raises:
+        LaunchRefused: it cannot be read, or is not a JSON object.
+    """
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise LaunchRefused(
+            f"{file} cannot be read as JSON: {error}. Download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise LaunchRefused(
+            f"{file} holds {_JSON_NAMES[type(config)]}, where a model's config is a JSON object ({{...}}). Download it again."
+        )
+    return config

@@ -81,6 +81,9 @@ def test_broken_config(copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(LaunchRefused, match=r"config\.json cannot be read"):
         load_config(copy)
+    (copy / "config.json").write_text("[]")
+    with pytest.raises(LaunchRefused, match=r"config\.json holds an array"):
+        load_config(copy)
     (copy / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(LaunchRefused, match="no_such_model"):
         load_config(copy)

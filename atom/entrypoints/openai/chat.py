@@ -45,7 +45,9 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     check_count(1, asked.n, context.router.max_queue)
     messages = template_messages(asked.messages)
     text, longest = context.serving()
-    prompt_ids = await text.encode(render(messages, text), special=False)
+    prompt_ids = await text.encode(
+        render(messages, text), special=False, max_model_len=longest, param="messages"
+    )
     if not prompt_ids:
         raise bad_value("messages: the chat template makes an empty prompt of them.", "messages")
     sampling = chat_sampling(asked, prompt_tokens=len(prompt_ids), max_model_len=longest)

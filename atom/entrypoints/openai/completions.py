@@ -50,7 +50,7 @@ async def create_completion(request: Request, context: Context) -> Response:
     parts = _split(asked.prompt)
     check_count(len(parts), asked.n, context.router.max_queue)
     text, longest = context.serving()
-    prompts = [await _prompt(part, where, text, asked) for where, part in parts]
+    prompts = [await _prompt(part, where, text, asked, longest) for where, part in parts]
     plans: list[ChoicePlan] = []
     for prompt in prompts:
         sampling = completion_sampling(
@@ -106,10 +106,11 @@ def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[int]]]:
 
 
 async def _prompt(
-    part: str | list[int], where: str, text: ModelText, asked: CompletionRequest
+    part: str | list[int], where: str, text: ModelText, asked: CompletionRequest, longest: int
 ) -> Prompt:
     if isinstance(part, str):
-        prompt = Prompt(token_ids=await text.encode(part, special=True), text=part)
+        ids = await text.encode(part, special=True, max_model_len=longest, param="prompt")
+        prompt = Prompt(token_ids=ids, text=part)
     else:
         for id in part:
             if not 0 <= id < text.vocab_size:

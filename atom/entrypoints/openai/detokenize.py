@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
 
 @lru_cache(maxsize=1)
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The byte behind each character of a byte-level BPE token (GPT-2's ``bytes_to_unicode``, inverted).
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
@@ -81,7 +81,7 @@ class Vocabulary:
             # Models often have more logits than their tokenizer has tokens.
             return b""
         if self._byte_level:
-            alphabet = _byte_level_alphabet()
+            alphabet = byte_level_alphabet()
             if all(character in alphabet for character in token):
                 return bytes(alphabet[character] for character in token)
             return token.encode()

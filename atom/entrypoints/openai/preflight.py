@@ -6,16 +6,15 @@ Everything here is checked again by the ranks, who know more; this only says no 
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
+from typing import Any
 
 from atom import envs
-from atom.engine.model_path import resolve_model_path
+from atom.engine.model_path import read_config_json, resolve_model_path
 from atom.wire.format import check_wire, resolve_wire
 
 
 def preflight(model: str) -> None:
-    """Check the environment, that the model is there, and that the wire fits its A operand.
+    """Check the environment, that the model is there with a readable config, and that the wire fits its A operand.
 
     Args:
         model: ``--model`` as given.
@@ -26,17 +25,14 @@ def preflight(model: str) -> None:
     for name in envs.TABLE:
         envs.read(name)
     choice = resolve_wire()
-    hidden = _hidden_size(resolve_model_path(model))
+    hidden = _hidden_size(read_config_json(resolve_model_path(model)))
     # Where aiter is installed it may know better which A operand it takes, and only a rank asks it.
     if hidden is not None and importlib.util.find_spec("aiter") is None:
         check_wire(choice, hidden)
 
 
-def _hidden_size(path: Path) -> int | None:
+def _hidden_size(config: dict[str, Any]) -> int | None:
     """The width of a token row as config.json has it, None where it does not say so in the usual place."""
-    try:
-        config = json.loads((path / "config.json").read_text())
-        hidden = config.get("text_config", config).get("hidden_size")
-    except (ValueError, AttributeError):
-        return None
+    text = config.get("text_config", config)
+    hidden = text.get("hidden_size") if isinstance(text, dict) else None
     return hidden if isinstance(hidden, int) and hidden > 0 else None
