@@ -145,9 +145,14 @@ def _verdict(store: Store, message: str | None) -> str:
 
 
 def _wait_for_readers(store: Store, rank: int, answers: dict[int, dict], deadline: float) -> None:
-    """Let the others read before this rank ends: the store may live in its process."""
+    """Let the others read before this rank ends, if the store lives in its process, which is rank 0's.
+
+    The others ask the store for nothing more: it may be gone, and torch reports that on stderr, with a C++ stack.
+    """
     try:
         store.set(f"{_PREFIX}/seen/{rank}", "yes")
+        if rank != 0:
+            return
         seen = [f"{_PREFIX}/seen/{peer}" for peer in answers]
         while not store.check(seen) and time.monotonic() < deadline:
             time.sleep(_POLL)

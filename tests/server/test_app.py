@@ -78,6 +78,12 @@ def test_while_starting(client: TestClient) -> None:
     assert client.get("/v1/models/m").json()["id"] == "m"
 
 
+def test_a_probe_may_ask_for_the_head_only(client: TestClient) -> None:
+    head, whole = client.head("/health"), client.get("/health")
+    assert (head.status_code, head.content) == (503, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+
+
 def test_draining_and_failed(client: TestClient, context: Context) -> None:
     context.draining = True
     assert client.get("/health").json() == {"status": "draining"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -224,5 +225,14 @@ def test_a_port_in_use_is_refused_by_number() -> None:
         port = first.getsockname()[1]
         with pytest.raises(LaunchRefused, match=str(port)):
             listen("127.0.0.1", port)
-    with pytest.raises(LaunchRefused, match=r"no\.such\.host\.invalid"):
-        listen("no.such.host.invalid", 0)
+        with pytest.raises(LaunchRefused, match="Stop what uses it"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
+    """192.0.2.0/24 is reserved for documentation (RFC 5737): no machine has it."""
+    with pytest.raises(LaunchRefused, match=re.escape(host)) as refused:
+        listen(host, 0)
+    assert "an address or a name of this machine" in str(refused.value)
+    assert "Stop what uses it" not in str(refused.value)

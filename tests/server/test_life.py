@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,29 @@ def test_refused_before_any_process_starts(
         assert text in err
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"x":', "cannot be read as JSON: Expecting value"),
+        ("[1]", "holds an array"),
+        ("\xff", "JSON"),
+    ],
+)
+def test_a_broken_config_is_refused_before_any_process_starts(
+    config: str,
+    said: str,
+    tmp_path: Path,
+    clean_environment: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="latin-1")
+    assert main(["--model", str(tmp_path)]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"error: {tmp_path / 'config.json'} ")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_port_in_use_is_refused_before_the_model_loads(
     clean_environment: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +132,19 @@ def test_what_only_a_rank_can_refuse_is_said_once(tmp_path: Path) -> None:
     assert server.log.count("--max-model-len 100000 exceeds the 2048 positions") == 1
     assert "Traceback" not in server.log
     assert all(map(gone, ranks))
+
+
+def test_a_cut_file_of_weights_is_refused_by_every_rank_in_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(str(files("atom") / "assets" / "tiny_moe"), model)
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    server = RunningServer(tmp_path, *TWO_RANKS, model=str(model))
+    with stopped_afterwards(server):
+        assert server.wait_end(90) == 2
+    listens, refused = server.log.splitlines()
+    assert " listens;" in listens
+    assert refused.startswith(f"error: {weights} is not a whole safetensors file")
 
 
 def test_a_stop_while_starting(tmp_path: Path) -> None:

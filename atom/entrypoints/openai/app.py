@@ -93,6 +93,7 @@ def _inline(schema: Any, components: dict[str, Any]) -> Any:
 
 
 def _add_information(app: FastAPI, context: Context) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 when requests are taken, 503 otherwise, with the reason."""

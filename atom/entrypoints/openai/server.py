@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import shutil
 import signal
@@ -67,10 +68,20 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         raise LaunchRefused(
-            f"cannot listen on port {port} of {host}: {error.strerror or error}. Stop what uses it, or choose another "
-            f"with --port (--port 0 takes a free one) or --host."
+            f"cannot listen on port {port} of {host}: {error.strerror or error}. {_listen_remedy(error)}"
         ) from None
     return sock
+
+
+def _listen_remedy(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            "Give an address or a name of this machine with --host: 127.0.0.1 for clients on it, 0.0.0.0 for every "
+            "interface."
+        )
+    if error.errno == errno.EADDRINUSE:
+        return "Stop what uses it, or choose another with --port (--port 0 takes a free one)."
+    return "Choose another with --port (--port 0 takes a free one) or --host."
 
 
 @dataclass(frozen=True)
