@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from atom.moe.mori_libs import Capabilities
 from atom.moe.spec import ExpertRecipe
 from atom.tools.model_args import DEFAULT_TOKENS, Model, add_arguments, model_from
 from atom.tools.wire_report import size
-from atom.wire.format import Wire, WireChoice, check_wire, resolve_wire
+from atom.wire.format import Wire, WireChoice, check_pair, check_wire, resolve_wire
 
 PREFIXES = ("MEGA_", "AITER_", "ATOM_")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m atom.tools.doctor",
         description="Whether a launch would be accepted on this machine. Exit status 1 when it would not.",
     )
-    add_arguments(result, config_flag="--model")
+    add_arguments(result, "--model", "--config")
     result.add_argument(
         "--max-num-batched-tokens",
         "--max_num_batched_tokens",
@@ -94,6 +94,7 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     arch = found[0] if found else None
     caps = mori_libs.capabilities()
     choice, refused = _choice(args, environ)
+    refused = [*_unreadable(environ), *refused]
     model: Model | None = None
     try:
         if args.max_num_batched_tokens <= 0 or args.ep_size <= 0:
@@ -102,10 +103,14 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     except LaunchRefused as refusal:
         refused.append(str(refusal))
     backend, why = _backend(caps, arch, environ)
+    # A wire that cannot be read hides nothing else: bf16 has the fewest conditions, and every wire has those.
+    judged = choice or resolve_wire({})
+    if model is None:
+        refused += _refusal(check_pair, judged)
     if backend == "mori":
-        if model is not None and choice is not None:
+        if model is not None:
             refused += mori_checks.refusals(
-                caps, model.geometry, model.recipe, choice, arch=arch, environ=environ
+                caps, model.geometry, model.recipe, judged, arch=arch, environ=environ
             )
         else:
             refused += list(filter(None, [mori_checks.why_no_libraries(caps)]))
@@ -113,11 +118,8 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
                 refused.append(
                     f"the GPU is {arch or 'absent'}: mori needs {mori_checks.ARCHITECTURE}."
                 )
-    elif model is not None and choice is not None:
-        try:
-            check_wire(choice, model.geometry.hidden)
-        except LaunchRefused as refusal:
-            refused.append(str(refusal))
+    elif model is not None:
+        refused += _refusal(check_wire, judged, model.geometry.hidden)
     return {
         "machine": {"gpus": found, "assumed": bool(args.arch), "torch": _torch_build()},
         "versions": _versions(caps),
@@ -131,6 +133,19 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
         "accepted": not refused,
         "refusals": list(dict.fromkeys(refused)),
     }
+
+
+def _refusal(check: Callable[..., object], *args: object) -> list[str]:
+    try:
+        check(*args)
+    except LaunchRefused as refusal:
+        return [str(refusal)]
+    return []
+
+
+def _unreadable(environ: Mapping[str, str]) -> list[str]:
+    """What the table refuses, one message a variable."""
+    return [said for name in envs.TABLE for said in _refusal(envs.read, name, environ)]
 
 
 def _choice(
@@ -189,7 +204,7 @@ def _environment(environ: Mapping[str, str]) -> list[dict[str, str | None]]:
     for name in envs.TABLE:
         if name.startswith(PREFIXES):
             try:
-                value = str(envs.read(name, environ))
+                value = _text(envs.read(name, environ))
             except LaunchRefused:
                 value = "refused"
             rows.append({"name": name, "found": envs.raw(name, environ), "read": value})
@@ -199,6 +214,19 @@ def _environment(environ: Mapping[str, str]) -> list[dict[str, str | None]]:
             reader = "not read by ATOM" if name.startswith("ATOM_") else "left to aiter"
             rows.append({"name": name, "found": environ[name], "read": reader})
     return rows
+
+
+def _text(value: object) -> str:
+    """A variable's value as one would set it."""
+    match value:
+        case None:
+            return "unset"
+        case bool():
+            return str(int(value))
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
 
 
 def _describe(choice: WireChoice) -> dict[str, object]:

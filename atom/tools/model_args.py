@@ -27,10 +27,10 @@ class Model:
     layers: int
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, config_flag: str) -> None:
-    """Flags of :func:`model_from`; ``config_flag`` is the name of the flag for a model directory."""
+def add_arguments(parser: argparse.ArgumentParser, *config_flags: str) -> None:
+    """Flags of :func:`model_from`; ``config_flags`` are the names of the flag for a model directory."""
     parser.add_argument(
-        config_flag,
+        *config_flags,
         dest="config",
         metavar="DIR",
         help="Hugging Face model directory, or the name of a bundled model",

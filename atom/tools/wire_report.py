@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m atom.tools.wire_report", description="Bytes that each dispatch wire moves."
     )
-    add_arguments(result, config_flag="--config")
+    add_arguments(result, "--config", "--model")
     result.add_argument(
         "--tokens",
         type=int,

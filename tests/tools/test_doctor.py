@@ -126,12 +126,41 @@ def test_every_variable_as_found_and_as_read(capsys, monkeypatch):
     monkeypatch.setenv("ATOM_MAX_QUEUE", "-3")
     monkeypatch.setenv("AITER_BF16_FP8_MOE_BOUND", "0")
     monkeypatch.setenv("ATOM_TYPO", "1")
-    rows = {row["name"]: row for row in examine(capsys)["environment"]}
+    data = examine(capsys)
+    assert [refusal for refusal in data["refusals"] if "ATOM_MAX_QUEUE='-3'" in refusal]
+    rows = {row["name"]: row for row in data["environment"]}
     assert (rows["MEGA_WIRE"]["found"], rows["MEGA_WIRE"]["read"]) == (" FP4 ", "fp4")
     assert rows["ATOM_MAX_QUEUE"]["read"] == "refused"
     assert rows["AITER_BF16_FP8_MOE_BOUND"]["read"] == "left to aiter"
     assert rows["ATOM_TYPO"]["read"] == "not read by ATOM"
-    assert rows["AITER_FORCE_A8W4"]["found"] is None
+    assert (rows["AITER_FORCE_A8W4"]["found"], rows["AITER_FORCE_A8W4"]["read"]) == (None, "0")
+    assert rows["MEGA_DISPATCH"]["read"] == "unset"
+    assert rows["ATOM_DRAIN_TIMEOUT"]["read"] == "30"
+
+
+@pytest.mark.parametrize(
+    ("environment", "argv", "says"),
+    [
+        ({"MEGA_WIRE": "fp8"}, [], ["does not fit the expert GEMM's fp4 A operand."]),
+        (
+            {"MEGA_WIRE": "zz", "AITER_FORCE_A8W4": "true"},
+            ["--hidden", "100"],
+            ["MEGA_WIRE='zz'", "AITER_FORCE_A8W4='true'", "hidden=100 is not a multiple"],
+        ),
+        (
+            {"MEGA_WIRE": "fp8"},
+            ["--model", "tiny-moe", "-tp", "3"],
+            ["cannot be split evenly", "does not fit the expert GEMM's fp4 A operand"],
+        ),
+    ],
+)
+def test_every_reason_is_listed_once(capsys, monkeypatch, environment, argv, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refusals = examine(capsys, *argv)["refusals"]
+    assert len(refusals) == len(says)
+    for text in says:
+        assert sum(text in refusal for refusal in refusals) == 1
 
 
 def test_one_screen(capsys, install, monkeypatch):

@@ -88,6 +88,10 @@ def test_json_and_bytes_a_second(capsys):
     )
 
 
+def test_a_model_may_be_named_with_either_flag(capsys):
+    assert _json(capsys, "--model", "tiny-moe") == _json(capsys, "--config", "tiny-moe")
+
+
 def test_without_a_rate_there_are_no_bytes_a_second(capsys):
     data = _json(capsys, "--hidden", "256", "--experts", "16", "--topk", "4", "--ep-size", "2")
     assert all(entry["sent_bytes_per_second"] is None for entry in data["wires"])
