@@ -171,6 +171,7 @@ def collect(args: argparse.Namespace, runs: Sequence[Run]) -> dict[str, Any]:
             "rows": statistics.median(run.rows for run in own),
             "failed": sum(run.summary["failed"] for run in own),
             "startup_lines": own[0].startup_lines,
+            "answers": [run.probe for run in own],
         }
     return {
         "machine": describe_machine(),
