@@ -1,8 +1,7 @@
 """The expert layer as it is computed without this package's wire or weights: bf16 experts through ``torch``'s grouped_mm.
 
-Two callers of the same two matrix products: :func:`eager_layer` does around them what transformers'
-``grouped_mm_experts_forward`` does, in torch operations; :func:`fused_layer` uses kernels as good as this package's own
-for everything but the products.
+:mod:`~atom.benchmarks.grouped_mm_eager` does in torch operations what lies around the two matrix products;
+:func:`fused_layer` does it in kernels as good as this package's own.
 
 Shape legend: T tokens, K topk, E experts, H hidden, I intermediate, P = T * K.
 """
@@ -18,32 +17,6 @@ from atom.moe.experts_triton import columns
 from atom.moe.plan_triton import plan_routing
 
 
-def eager_layer(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    """bf16 ``[T, H]``.
-
-    Args:
-        x: bf16 ``[T, H]``. topk_weights: f32 ``[T, K]``. topk_ids: int32 ``[T, K]``.
-        gate_up: bf16 ``[E, 2I, H]``, gate rows first. down: bf16 ``[E, H, I]``.
-    """
-    tokens, topk = topk_ids.shape
-    ids, order = topk_ids.flatten().sort()
-    back = order.argsort()
-    counts = torch.histc(ids.float(), bins=len(gate_up), min=0, max=len(gate_up) - 1)
-    offsets = counts.cumsum(0).to(torch.int32)
-    rows = x[order // topk]
-    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
-    inner = torch.nn.functional.silu(gate) * up
-    y = torch._grouped_mm(inner, down.transpose(1, 2), offs=offsets)
-    y = y * topk_weights.flatten()[order][:, None].to(y.dtype)
-    return y[back].view(tokens, topk, -1).sum(1).to(x.dtype)
-
-
 def fused_layer(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -51,7 +24,7 @@ def fused_layer(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """As :func:`eager_layer`."""
+    """As :func:`~atom.benchmarks.grouped_mm_eager.eager_layer`."""
     (tokens, topk), hidden = topk_ids.shape, x.shape[1]
     plan = plan_routing(topk_ids, experts=len(gate_up), first_expert=0, tile_rows=128)
     rows = x.new_empty(tokens * topk, hidden)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import triton
 
-from atom.benchmarks import gpu_timing, grouped_mm_peer
+from atom.benchmarks import gpu_timing, grouped_mm_eager, grouped_mm_peer
 from atom.benchmarks.launches import compiled_only
+from atom.moe import experts_triton
 from atom.moe.experts_triton import Tile, Tiles, TritonExperts, Way
 from atom.moe.spec import ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 from atom.moe.symmetric import VirtualRanks
@@ -181,54 +182,40 @@ def _tiles(
 
 UNPACK = {
     16: [
-        (64, 256, 4, 2, 3),
         (64, 256, 4, 3, 3),
-        (64, 256, 4, 4, 2),
-        (64, 128, 4, 3, 4),
+        (64, 256, 4, 3, 4),
+        (64, 256, 4, 4, 3),
+        (64, 512, 4, 2, 2),
+        (64, 512, 4, 3, 1),
+        (128, 256, 4, 2, 2),
+        (128, 256, 4, 3, 2),
         (64, 128, 4, 4, 4),
-        (64, 128, 4, 6, 3),
-        (128, 128, 8, 3, 2),
-        (128, 128, 8, 4, 2),
-        (128, 256, 8, 2, 1),
-        (128, 256, 8, 3, 1),
-        (128, 128, 4, 3, 2),
-        (128, 64, 4, 5, 3),
     ],
     32: [
         (64, 256, 4, 3, 2),
-        (64, 128, 4, 4, 3),
-        (128, 128, 8, 3, 2),
-        (128, 128, 8, 4, 1),
-        (128, 64, 8, 4, 2),
+        (64, 256, 4, 2, 3),
+        (64, 256, 4, 4, 1),
+        (64, 512, 4, 2, 1),
+        (128, 256, 4, 2, 2),
+        (128, 256, 8, 2, 1),
     ],
     64: [
+        (64, 256, 4, 2, 2),
+        (64, 256, 4, 3, 1),
+        (128, 256, 8, 2, 1),
         (64, 128, 4, 3, 2),
         (128, 128, 8, 3, 1),
-        (128, 64, 8, 4, 1),
-        (128, 64, 8, 3, 2),
-        (64, 64, 4, 4, 2),
     ],
     128: [
-        (128, 64, 8, 3, 1),
-        (64, 64, 4, 3, 1),
-        (128, 64, 8, 4, 1),
         (128, 128, 8, 2, 1),
+        (128, 64, 8, 4, 1),
     ],
 }
 """Tiles (cols, step, warps, stages, programs a multiprocessor) to try for each number of rows."""
 
 DENSE = [
-    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 1),
-    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 4),
-    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), 8),
-    _tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1), 1),
-    _tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1), 4),
-    _tiles(256, (64, 64, 8, 3, 1), (128, 64, 8, 3, 1), 4),
-    _tiles(256, (64, 64, 8, 4, 1), (128, 64, 8, 4, 1), 1),
-    _tiles(128, (64, 64, 4, 4, 1), (128, 64, 4, 4, 1), 4),
-    _tiles(128, (64, 64, 4, 3, 2), (128, 64, 4, 3, 2), 4),
-    _tiles(128, (128, 128, 8, 2, 1), (256, 128, 8, 2, 1), 1),
-]
+    _tiles(128, (128, 64, 8, 3, 1), (256, 64, 8, 3, 1), pieces) for pieces in (1, 2, 3, 4, 6)
+] + [_tiles(128, (128, 64, 8, 4, 1), (256, 64, 8, 4, 1), 4)]
 
 NAMES = {
     "gate_up": "gate_up_ms",
@@ -261,15 +248,17 @@ def experts(sweep: Sweep, device: torch.device) -> None:
     w2 = unit.unpacked(packed.words2, packed.scales2, 0, INTER)
 
     sizes = {
-        128: [(Way.UNPACK, _tiles(16, tile)) for tile in UNPACK[16]],
-        16384: [(Way.DENSE, tiles) for tiles in DENSE]
-        + [(Way.UNPACK, _tiles(128, UNPACK[128][0]))],
-        512: [(Way.UNPACK, _tiles(rows, tile)) for rows in (32, 64) for tile in UNPACK[rows]],
-        1024: [(Way.UNPACK, _tiles(rows, tile)) for rows in (64, 128) for tile in UNPACK[rows]],
-        2048: [(Way.UNPACK, _tiles(rows, tile)) for rows in (64, 128) for tile in UNPACK[rows]]
-        + [(Way.DENSE, tiles) for tiles in DENSE[:2]],
-        4096: [(Way.UNPACK, _tiles(128, tile)) for tile in UNPACK[128]]
-        + [(Way.DENSE, tiles) for tiles in DENSE[:2]],
+        count: [(Way.UNPACK, _tiles(r, tile)) for r in rows for tile in UNPACK[r]]
+        + [(Way.DENSE, tiles) for tiles in DENSE[:dense]]
+        for count, rows, dense in (
+            (128, (16,), 0),
+            (16384, (), len(DENSE)),
+            (512, (32, 64), 0),
+            (1024, (64, 128), 4),
+            (2048, (64, 128), 4),
+            (4096, (128,), 4),
+            (256, (16, 32), 0),
+        )
     }
     tokens = layer(device, 256)
     codes, scales = mx_triton.quantize(tokens[0], Wire.FP4)
@@ -280,7 +269,7 @@ def experts(sweep: Sweep, device: torch.device) -> None:
             unit.project(weights, codes, scales, tokens[2], 0, chosen=chosen)
     sweep.add(what="compiled", candidates=len(candidates), seconds=time.monotonic() - start)
 
-    peers = {"eager": grouped_mm_peer.eager_layer, "fused": grouped_mm_peer.fused_layer}
+    peers = {"eager": grouped_mm_eager.eager_layer, "fused": grouped_mm_peer.fused_layer}
     with sweep.attempt(what="unpack"):
         ms = gpu_timing.call_ms(lambda: unit.unpacked(packed.words1, packed.scales1, 0, HIDDEN))
         moved = w1.numel() * 2 + packed.words1.numel() * 4 + packed.scales1.numel()
@@ -313,6 +302,10 @@ def experts(sweep: Sweep, device: torch.device) -> None:
                 for name, value in kernels.items():
                     parts[NAMES.get(name, "plan_ms")] += value
                 sweep.add(**what, ms=ms, **parts)
+                for beside in (1, 3, 4, 8, None) if count == 16384 and tiles.pieces == 4 else ():
+                    held, experts_triton._BESIDE_PER_SM = experts_triton._BESIDE_PER_SM, beside
+                    sweep.add(**what, beside=beside, ms=_layer_ms(call, count))
+                    experts_triton._BESIDE_PER_SM = held
 
 
 def _through_grouped_mm(

@@ -98,6 +98,13 @@ SCALED_TILES = {
 }
 
 
+_UNPACK_WORDS = 512
+"""Words of weights that a program unpacks at a time."""
+
+_BESIDE_PER_SM = 2
+"""Programs a multiprocessor that unpack weights while others multiply."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Packed:
     """A layer's weights in the words of :mod:`~atom.moe.gemm_triton`.
@@ -369,7 +376,7 @@ class TritonExperts:
                 else (packed.words2, packed.scales2, packed.lowered2)
             )
             # Where a product runs beside it, an unpacking takes little of each multiprocessor.
-            per_sm = 16 if number == 0 else 2
+            per_sm = None if number == 0 else _BESIDE_PER_SM
             self._unpack(words, raised, lowered, groups, first, rows, piece, per_sm)
             unpacked.append(streams.mark())
             with streams.other(unpacked[-1]):
@@ -423,10 +430,12 @@ class TritonExperts:
         )
 
     def _unpack(self, words, raised, lowered, groups, first, rows, out, per_sm) -> None:
+        """Unpack rows of each group; ``per_sm`` programs a multiprocessor, or None for as many as there is work for."""
         width, held = out.shape[1], words.shape[2]
-        shape = _word_tile(held, 512)
-        programs = triton.cdiv(groups * rows, shape["ROWS"]) * triton.cdiv(held, shape["WORDS"])
-        gemm_triton.unpack_weights[(min(programs, per_sm * self._sms),)](
+        programs = groups * triton.cdiv(rows * width // 8, _UNPACK_WORDS)
+        if per_sm is not None:
+            programs = min(programs, per_sm * self._sms)
+        gemm_triton.unpack_weights[(programs,)](
             words,
             raised,
             out.view(torch.int32),
@@ -437,8 +446,8 @@ class TritonExperts:
             N=words.shape[0] * words.shape[1] // groups,
             K=width,
             KP=held * 8,
+            WORDS=_UNPACK_WORDS,
             PTX=self._ptx,
-            **shape,
         )
 
     def _scaled_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
@@ -540,7 +549,7 @@ class TritonExperts:
         experts, rows, _ = words.shape
         out = torch.empty(experts, rows, width, dtype=torch.bfloat16, device=words.device)
         flat = out.view(experts * rows, width)
-        self._unpack(words, scales, lowered, experts, 0, rows, flat, per_sm=16)
+        self._unpack(words, scales, lowered, experts, 0, rows, flat, per_sm=None)
         return out
 
     def _streams(self) -> _Streams:
@@ -594,14 +603,8 @@ def _padded(width: int) -> int:
     return triton.cdiv(width, gemm_triton.PAD) * gemm_triton.PAD
 
 
-def _word_tile(words: int, size: int) -> dict[str, int]:
-    """Tile of ``size`` words of a kernel that goes over rows of ``words`` words."""
-    cols = min(256, triton.next_power_of_2(words))
-    return {"WORDS": cols, "ROWS": size // cols}
-
-
 def _piece(rows: int, cols: int, pieces: int) -> int:
-    """Rows of each of about so many pieces, whole tiles of ``cols``."""
+    """Rows of each of about so many pieces, whole tiles of ``cols``; the last piece may have fewer."""
     return triton.cdiv(triton.cdiv(rows, pieces), cols) * cols
 
 
@@ -615,8 +618,9 @@ def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torc
     lowered = max(0, largest - 128)
     words = torch.empty(experts, rows, padded // 8, dtype=torch.int32, device=codes.device)
     raised = torch.empty(experts, rows, padded // BLOCK, dtype=torch.uint8, device=codes.device)
-    shape = _word_tile(padded // 8, 1024)
-    tiles = triton.cdiv(experts * rows, shape["ROWS"]) * triton.cdiv(padded // 8, shape["WORDS"])
+    cols = min(256, triton.next_power_of_2(padded // 8))
+    shape = {"WORDS": cols, "ROWS": 1024 // cols}
+    tiles = triton.cdiv(experts * rows, shape["ROWS"]) * triton.cdiv(padded // 8, cols)
     gemm_triton.pack_weights[(tiles,)](
         codes.contiguous().view(torch.int32),
         scales.contiguous(),

@@ -365,9 +365,10 @@ class SymmetricMegaMoE:
         slots = g.ep_size * g.max_tokens
         codes, scales = self.operand()
         ids = self._part("ids", torch.int32, slots, g.topk)
-        # With balanced routing as many assignments are here as this rank's own tokens have.
+        # With balanced routing and as many tokens on each rank, a rank has as many assignments as its own tokens have.
+        tokens = max(dispatched.tokens, self.max_rank_tokens or 0)
         plan, y = self._experts.project(
-            weights, codes, scales, ids, dispatched.tokens * g.topk, counts=self.counts()
+            weights, codes, scales, ids, tokens * g.topk, counts=self.counts()
         )
         cols = columns(g.hidden)
         programs = min(slots * triton.cdiv(g.hidden, cols), self._programs)
