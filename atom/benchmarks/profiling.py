@@ -81,7 +81,7 @@ def profile_ranks(server_pid: int, load: Callable[[], object]) -> str:
 
 STAGES = {
     "experts (quantize, GEMMs)": ("experts.py", "mx.py"),
-    "dispatch and combine": ("distributed.py", "distributed_c10d.py"),
+    "dispatch and combine": ("moe/distributed.py", "moe/exchange.py", "moe/rows.py"),
     "attention": ("attention.py",),
     "norms": ("norms.py",),
     "sampling": ("sampling.py",),
