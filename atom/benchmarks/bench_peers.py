@@ -90,7 +90,7 @@ def _vllm(args: argparse.Namespace, model: Path, folder: Path) -> BenchServer:
     command = [str(args.vllm), "serve", str(model), "--served-model-name", args.model]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024"]
     command += ["--max-num-seqs", str(max(16, args.max_concurrency)), "--no-enable-prefix-caching"]
-    # One core for its engine and one for its API server and the client, its own recommendation.
+    # One core for its engine and one for its API server and the client.
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0",
