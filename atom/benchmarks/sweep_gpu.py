@@ -22,7 +22,8 @@ import triton
 from atom.benchmarks import gpu_timing, grouped_mm_eager, grouped_mm_peer
 from atom.benchmarks.launches import compiled_only
 from atom.moe import experts_triton
-from atom.moe.experts_triton import Tile, Tiles, TritonExperts, Way
+from atom.moe.expert_tiles import Tile, Tiles, Way
+from atom.moe.experts_triton import TritonExperts
 from atom.moe.spec import ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 from atom.moe.symmetric import VirtualRanks
 from atom.wire import mx_reference, mx_triton

@@ -1,10 +1,6 @@
-"""One layer's local experts on a GPU: which kernels run, with which tiles, on which copies of the weights.
+"""One layer's local experts on a GPU: which kernels run on which copies of the weights.
 
-Three ways through the two projections, chosen by sizes alone, so that every wire takes the same one:
-
-- ``scaled``: the GPU has scaled matrix instructions (gfx950, gfx1250, sm_100 on), which take 4-bit weights as they are.
-- ``unpack``: it has none; 4-bit weights are read and unpacked in registers. Weights dominate what small batches read.
-- ``dense``: as ``unpack``, for large batches; the layer's weights are unpacked to bf16 in memory first.
+There are three ways through the two projections; :mod:`atom.moe.expert_tiles` chooses one by sizes alone.
 
 Nothing here waits for the GPU, and all sizes are known beforehand, so a call can be captured in a CUDA graph and replayed
 with other routings.
@@ -17,91 +13,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom.moe import dense_triton, gemm_triton, rows_triton, scaled_triton
+from atom.moe.expert_tiles import Tile, Tiles, Way, choose
 from atom.moe.experts import check_weights, reorder_rows
 from atom.moe.plan_triton import RoutingPlan, plan_routing
 from atom.moe.spec import Activation, ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 from atom.wire.format import BLOCK, AOperand
 
-
-class Way(StrEnum):
-    """Way through the expert GEMM; see the module's text."""
-
-    SCALED = "scaled"
-    UNPACK = "unpack"
-    DENSE = "dense"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """Tile of one projection.
-
-    Attributes:
-        rows: token rows. cols: weight rows; gate and up projections take as many of each.
-        step: input elements of one step of the loop.
-        warps, stages: threads / 32 of a program, and loads in flight.
-        per_sm: programs for each multiprocessor.
-    """
-
-    rows: int
-    cols: int
-    step: int
-    warps: int
-    stages: int
-    per_sm: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tiles of both projections, with the same rows.
-
-    Attributes:
-        pieces: pieces in which each projection's weights are unpacked on the dense way.
-    """
-
-    up: Tile
-    down: Tile
-    pieces: int = 1
-
-    def __post_init__(self) -> None:
-        assert self.up.rows == self.down.rows, "one plan serves both projections"
-
-
-def _both(rows: int, up_cols: int, down_cols: int, *, pieces: int = 1, **rest: int) -> Tiles:
-    return Tiles(
-        up=Tile(rows=rows, cols=up_cols, **rest),
-        down=Tile(rows=rows, cols=down_cols, **rest),
-        pieces=pieces,
-    )
-
-
-DENSE_FROM = 160
-"""Rows an expert has on average from which unpacking the layer's weights to memory pays (measured: docs/gpu_results.md)."""
-
-UNPACK_TILES = {
-    16: _both(16, 64, 64, step=256, warps=4, stages=3, per_sm=3),
-    32: _both(32, 64, 64, step=256, warps=4, stages=3, per_sm=2),
-    64: _both(64, 64, 64, step=128, warps=4, stages=3, per_sm=2),
-    128: _both(128, 128, 128, step=64, warps=8, stages=3, per_sm=1),
-}
-DENSE_TILES = _both(128, 128, 256, step=64, warps=8, stages=3, per_sm=1, pieces=4)
-SCALED_TILES = {
-    16: _both(16, 64, 64, step=256, warps=4, stages=2, per_sm=4),
-    64: _both(64, 64, 64, step=256, warps=4, stages=2, per_sm=2),
-    128: _both(128, 128, 128, step=256, warps=8, stages=2, per_sm=1),
-}
-
-
 _UNPACK_WORDS = 512
 """Words of weights that a program unpacks at a time."""
 
-_BESIDE_PER_SM = 2
+_BESIDE_PER_SM = 3
 """Programs a multiprocessor that unpack weights while others multiply."""
 
 
@@ -194,11 +121,7 @@ class TritonExperts:
 
     def choose(self, assignments: int) -> tuple[Way, Tiles]:
         """Way and tiles for about ``assignments`` (token, expert) pairs on this rank."""
-        rows = assignments / self._geometry.local_experts
-        if not self._scaled and rows >= DENSE_FROM:
-            return Way.DENSE, DENSE_TILES
-        way, tiles = (Way.SCALED, SCALED_TILES) if self._scaled else (Way.UNPACK, UNPACK_TILES)
-        return way, tiles[min((size for size in tiles if size >= rows), default=max(tiles))]
+        return choose(assignments / self._geometry.local_experts, scaled=self._scaled)
 
     def plan(
         self,

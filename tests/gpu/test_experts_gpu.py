@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom.moe.expert_tiles import DENSE_TILES, UNPACK_TILES, Way
 from atom.moe.reference import quantized_layer
 from atom.moe.spec import Activation, ExpertRecipe, GateMode
 from atom.wire.format import AOperand
@@ -24,9 +25,9 @@ RECIPES = {
     ),
 }
 WAYS = {
-    **{f"unpack {rows}": (module.Way.UNPACK, tiles) for rows, tiles in module.UNPACK_TILES.items()},
-    "dense": (module.Way.DENSE, module.DENSE_TILES),
-    "dense, whole": (module.Way.DENSE, replace(module.DENSE_TILES, pieces=1)),
+    **{f"unpack {tiles.up.rows}": (Way.UNPACK, tiles) for tiles in UNPACK_TILES.values()},
+    "dense": (Way.DENSE, DENSE_TILES),
+    "dense, whole": (Way.DENSE, replace(DENSE_TILES, pieces=1)),
 }
 BF16 = 2.0**-8
 """Half a step of bf16, relative."""
