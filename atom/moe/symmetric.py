@@ -185,7 +185,7 @@ def arena_refusal(
     """Why an arena does not fit into ``free_bytes`` of GPU memory, or None."""
     if layout.total <= free_bytes:
         return None
-    per_token = layout.total // geometry.max_tokens
+    per_token = -(-layout.total // geometry.max_tokens)
     row = WireLayout.of(choice.wire, geometry.hidden)
     return (
         f"the symmetric arena needs {layout.total / 2**30:.2f} GiB and GPU memory has {free_bytes / 2**30:.2f} GiB free: "
