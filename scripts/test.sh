@@ -10,12 +10,6 @@ root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 python="$("$root/scripts/setup_venv.sh")"
 cd -- "$root"
 
-# The GPU kernels are compiled and interpreted without a GPU; where Triton has no wheel, those tests skip. It is not among the
-# test dependencies, since quickstart.sh installs those and has no use for its 290 MB.
-"$python" -c 'import triton' 2>/dev/null ||
-    "$python" -m pip install --disable-pip-version-check --quiet 'triton>=3.6' ||
-    echo "test.sh: no Triton could be installed; the tests of GPU kernels will skip" >&2
-
 # What this shell has set for a server must not reach the tests.
 for name in $(compgen -e); do
     case "$name" in
