@@ -141,6 +141,13 @@ TABLE: dict[str, EnvVar] = {
             parse=_choice("auto", "mori", "symmetric", "distributed"),
         ),
         EnvVar(
+            name="ATOM_SHARED_MEMORY",
+            default=True,
+            allowed="0 or 1",
+            meaning="1 lets CPU ranks of one host pass short messages through shared memory; 0 leaves all to sockets",
+            parse=_flag,
+        ),
+        EnvVar(
             name="ATOM_FAKE_EPLB",
             default=False,
             allowed="0 or 1",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,12 +33,17 @@ from atom.engine.protocol import (
     Up,
     Wake,
 )
+from atom.moe.mailboxes import Mailboxes
 from atom.moe.mega_moe import WireCounters
 
 logger = logging.getLogger(__name__)
 
 MAX_STALLED_ROUNDS = 1000
 """Rounds in which requests wait and nobody can schedule one before the rank gives up with an error."""
+
+
+_NUMBERS = 5
+"""What a rank brings to a round."""
 
 
 class Channel(Protocol):
@@ -71,16 +77,35 @@ class Agreement:
 
 
 class Agree:
-    """One all-reduce a round, on a group of its own so that it never mixes with the layers' collectives."""
+    """One exchange of five numbers a round, on a group of its own so that it never mixes with the layers' collectives.
+
+    Ranks of one host exchange them through memory that they share, others by an all-reduce.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            group: a gloo group, whose ranks all come here together; None where this rank is alone.
+        """
         self._group = group
-        self._state = torch.zeros(5, dtype=torch.int64)
+        self._state = torch.zeros(_NUMBERS, dtype=torch.int64)
+        self._mailboxes: Mailboxes | None = None
+        if group is not None:
+            size = group.size()
+            self._mailboxes = Mailboxes.open(group, 8 * _NUMBERS)
+            self._all = np.zeros((size, _NUMBERS), np.int64)
+            self._sizes = [8 * _NUMBERS] * size
+            self._nothing = [0] * size
 
     def __call__(self, *, tokens: int, has_requests: bool, epoch: int, stopping: bool) -> Agreement:
         """Enter a round; returns once every rank has entered it."""
         values = [tokens, has_requests, epoch, -epoch, not stopping]
-        if self._group is not None:
+        if self._mailboxes is not None:
+            self._all[:] = values
+            self._mailboxes.swap(self._nothing, self._all, self._sizes)
+            self._mailboxes.take(self._all, self._sizes, skip=self._nothing)
+            values = self._all.max(axis=0).tolist()
+        elif self._group is not None:
             self._state[:] = torch.tensor(values, dtype=torch.int64)
             dist.all_reduce(self._state, op=dist.ReduceOp.MAX, group=self._group)
             values = self._state.tolist()

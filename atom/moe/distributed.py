@@ -1,5 +1,7 @@
 """The MegaMoE backend over any torch.distributed group: gloo on CPU, NCCL or RCCL on GPUs, or no group at all.
 
+CPU ranks of one host pass few rows through memory that they share (:mod:`atom.moe.mailboxes`), many through gloo.
+
 One layer: each token goes at most once to a rank (:mod:`atom.moe.rows`), as one packed row, after one exchange of counts;
 rows that stay on this rank are not exchanged. On a quantizing wire the sender quantizes a token once; on a bf16 wire the
 receiver quantizes what arrived, with the same function, so the expert GEMM sees the same bytes on either wire.
@@ -19,8 +21,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from atom.moe.exchange import COUNT_BYTES, EagerExchange, Exchange
+from atom.moe.exchange import (
+    COUNT_BYTES,
+    MAILBOX_BYTES,
+    Exchange,
+    MailboxExchange,
+    SocketExchange,
+)
 from atom.moe.experts import CpuExperts
+from atom.moe.mailboxes import Mailboxes
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize, quantize_into
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
@@ -118,10 +127,21 @@ class DistributedMegaMoE:
         device = torch.device(device)
         self.counters = WireCounters()
         self.max_rank_tokens: int | None = None
+        self._form = RowFormat.of(layout, geometry.topk)
+        self._rows: Rows | None = None
+        self._exchange: Exchange | None = None
+        transport = "local"
+        if group is not None:
+            kind = CpuRows if device.type == "cpu" else TorchRows
+            self._rows = kind(geometry, choice.wire, self._form)
+            transport = transport_name(group, device)
+            self._exchange = _exchange(group, device, transport, self._form, geometry)
+            if isinstance(self._exchange, MailboxExchange):
+                transport += "+shm"
         self.built = Built(
             geometry=geometry,
             recipe=recipe,
-            transport="local" if group is None else transport_name(group, device),
+            transport=transport,
             wire=choice.wire,
             force_a8w4=choice.force_a8w4,
         )
@@ -129,17 +149,7 @@ class DistributedMegaMoE:
         self._wire = choice.wire
         self._a_operand = choice.a_operand
         self._experts = _experts(geometry, recipe, choice.a_operand, device)
-        self._form = RowFormat.of(layout, geometry.topk)
         self._scale_bytes = layout.scale_bytes
-        self._rows: Rows | None = None
-        self._exchange: Exchange | None = None
-        if group is not None:
-            kind = CpuRows if device.type == "cpu" else TorchRows
-            self._rows = kind(geometry, choice.wire, self._form)
-            if self.built.transport == "gloo" and device.type == "cpu":
-                self._exchange = EagerExchange(group, self._form.bytes)
-            else:
-                self._exchange = Exchange(group, device)
         self._operand = WireLayout.of(choice.a_operand, geometry.hidden)
         self._buffers = [Buffer(device) for _ in range(6)]
         self._outbound, self._inbound, self._results, self._returned = self._buffers[:4]
@@ -248,6 +258,8 @@ class DistributedMegaMoE:
         """Free the buffers. The group is its owner's."""
         for buffer in self._buffers:
             buffer.free()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _checked(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -330,6 +342,21 @@ def transport_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """What carries this device's tensors in a group: gloo, nccl, rccl, …"""
     name = group._get_backend(device).name().lower()
     return "rccl" if name == "nccl" and torch.version.hip is not None else name
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: str,
+    form: RowFormat,
+    geometry: MoEGeometry,
+) -> Exchange:
+    if transport != "gloo" or device.type != "cpu":
+        return Exchange(group, device)
+    mailboxes = Mailboxes.open(group, MAILBOX_BYTES)
+    if mailboxes is None:
+        return SocketExchange(group, form.bytes)
+    return MailboxExchange(group, form.bytes, 2 * geometry.hidden, mailboxes)
 
 
 def _experts(

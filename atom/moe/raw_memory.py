@@ -51,6 +51,7 @@ read_f32 = _reader(ir.FloatType(), types.float32)
 u8_pointer = _pointer(ir.IntType(8), types.uint8)
 u16_pointer = _pointer(ir.IntType(16), types.uint16)
 i32_pointer = _pointer(ir.IntType(32), types.int32)
+i64_pointer = _pointer(ir.IntType(64), types.int64)
 f32_pointer = _pointer(ir.FloatType(), types.float32)
 """An address as something that numba's ``carray`` takes."""
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from unittest import mock
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from atom.errors import LaunchRefused
-from atom.moe import exchange
+from atom.moe import distributed, exchange
 from atom.moe.distributed import DistributedMegaMoE
 from atom.moe.mega_moe import MegaMoE
 from atom.moe.reference import exact_layer, quantized_layer
@@ -151,22 +153,36 @@ def every_case(rank: int, ranks: int) -> dict[Case, Outcome]:
     return outcomes
 
 
+@contextmanager
+def messages(shared: bool, fit: int | None):
+    """What carries short messages of a MegaMoE that is built inside, and the bytes of rows that fit into one."""
+    with ExitStack() as stack:
+        environ = {"ATOM_SHARED_MEMORY": str(int(shared))}
+        stack.enter_context(mock.patch.dict(os.environ, environ))
+        if fit is not None:
+            stack.enter_context(mock.patch.object(exchange, "EAGER_BYTES", fit))
+            stack.enter_context(mock.patch.object(distributed, "MAILBOX_BYTES", fit))
+        yield
+
+
 def with_small_messages(rank: int, ranks: int) -> list[str]:
-    """Cases whose results or bytes changed when fewer rows, or none, fit into a message with their number."""
+    """Cases whose results or bytes changed with what carries messages, or when fewer rows, or none, fit into one."""
     shape = geometry(ranks=ranks, rank=rank)
     recipe = RECIPES["silu"]
     weights = local_part(random_experts(shape, recipe, 0), shape)
     changed = []
     for routing, wire in itertools.product(ROUTINGS, (Wire.BF16, Wire.FP4)):
         outs, counters = [], []
-        for eager in (exchange.EAGER_BYTES, 900, 0):
-            with mock.patch.object(exchange, "EAGER_BYTES", eager):
+        for shared, fit in itertools.product((True, False), (None, 900, 0)):
+            with messages(shared, fit):
                 pair = choice(wire, AOperand.FP4)
                 mega = DistributedMegaMoE(shape, recipe, pair, dist.group.WORLD, CPU)
+            assert mega.built.transport == ("gloo+shm" if shared else "gloo")
             prepared = mega.prepare(weights)
             for _ in range(2):
                 outs.append(mega(*tokens_of(rank, ranks, routing), prepared))
             counters.append(mega.counters)
+            mega.close()
         if not all(torch.equal(out, outs[0]) for out in outs) or counters[1:] != counters[:-1]:
             changed.append(f"{routing}, {wire} wire")
     return changed

@@ -89,7 +89,7 @@ def create(rank: int, environs: list[dict[str, str]]) -> str:
 def test_the_startup_line_names_each_rank_and_what_really_carries_the_rows():
     for rank, line in enumerate(run_ranks(2, create, [{}, {}])):
         assert f"ep_rank={rank} ep_size=2 " in line
-        assert "dispatch=gloo wire=fp4 force_a8w4=0" in line
+        assert "dispatch=gloo+shm wire=fp4 force_a8w4=0" in line
 
 
 def test_what_one_rank_refuses_all_refuse():

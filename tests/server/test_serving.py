@@ -60,7 +60,7 @@ def test_each_rank_says_what_it_built(server: RunningServer) -> None:
     lines = [line for line in server.log.splitlines() if "[MORI-V2] Created MegaMoE" in line]
     assert sorted(re.findall(r"ep_rank=\d", "".join(lines))) == ["ep_rank=0", "ep_rank=1"]
     for line in lines:
-        assert "dispatch=gloo wire=fp4 force_a8w4=0" in line
+        assert "dispatch=gloo+shm wire=fp4 force_a8w4=0" in line
 
 
 def test_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -372,7 +372,11 @@ def test_models_and_version(client: openai.OpenAI, http: httpx.Client) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     version = http.get("/version").json()
-    assert (version["wire"], version["a_operand"], version["transport"]) == ("fp4", "fp4", "gloo")
+    assert (version["wire"], version["a_operand"], version["transport"]) == (
+        "fp4",
+        "fp4",
+        "gloo+shm",
+    )
     assert set(version) >= {"version", "torch", "transformers"}
 
 
@@ -400,7 +404,7 @@ def test_metrics_say_what_happened(server: RunningServer, client: openai.OpenAI)
         assert after.sum("atom_dispatch_bytes_total", rank=rank, part="routing") > 0
         assert after.sum("atom_combine_bytes_total", rank=rank) > 0
     assert sorted(after.labels("atom_rank_info"), key=lambda labels: labels["rank"]) == [
-        {"rank": rank, "wire": "fp4", "transport": "gloo", "a_operand": "fp4"} for rank in "01"
+        {"rank": rank, "wire": "fp4", "transport": "gloo+shm", "a_operand": "fp4"} for rank in "01"
     ]
 
 
