@@ -61,9 +61,14 @@ class Load:
 class TransformersPeer:
     """The process of :mod:`atom.benchmarks.transformers_batching`."""
 
-    def __init__(self, model: str, load: Load) -> None:
+    def __init__(self, model: str, load: Load, args: Sequence[str] = ()) -> None:
+        """
+        Args:
+            model: directory or bundled name. load: what it will run. args: further arguments.
+        """
         command = [sys.executable, "-m", "atom.benchmarks.transformers_batching"]
-        command += ["--model", model, "--max-concurrency", str(load.in_flight)]
+        command += ["--model", model, "--max-concurrency", str(load.in_flight), *args]
+        self.weight_bytes = 0
         self._load = load
         self._process = subprocess.Popen(
             command,
@@ -75,7 +80,9 @@ class TransformersPeer:
         )
 
     def __enter__(self) -> TransformersPeer:
-        assert self._read() == "ready"
+        ready, _, size = self._read().partition(" ")
+        assert ready == "ready"
+        self.weight_bytes = int(size)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,13 +98,13 @@ class TransformersPeer:
             )
         return line
 
-    def throughput(self, prompts: Sequence[Prompt], threads: int) -> float:
-        """Total tokens a second, in and out, of one load."""
+    def throughput(self, prompts: Sequence[Prompt], **options: Any) -> float:
+        """Total tokens a second, in and out, of one load; ``options`` go with it as they are."""
         assert self._process.stdin is not None
         order = {
             "prompts": [prompt.content for prompt in prompts],
             "output_len": self._load.tokens_out,
-            "threads": threads,
+            **options,
         }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

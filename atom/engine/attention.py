@@ -267,25 +267,28 @@ def _attend_long(
     return out[0].transpose(0, 1)
 
 
+def is_plain_causal(model: nn.Module) -> bool:
+    """Whether all attention of a model is causal over whole contexts: no sliding windows, attention sinks or latents."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return (
+        set(layer_types) == {"full_attention"}
+        and not (
+            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        )
+        and model._supports_sdpa
+        and not caches_latents(config)
+        and not any(hasattr(module, "sinks") for module in model.modules())
+    )
+
+
 def use_paged_attention(model: nn.Module) -> bool:
     """Give a model this attention where it fits: bf16 on CPU, plain causal attention with sdpa's semantics.
 
     Returns:
         Whether it was given; otherwise the model keeps its own (sliding windows, attention sinks, latents, a GPU).
     """
-    config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    plain = set(layer_types) == {"full_attention"} and not (
-        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    )
-    fits = (
-        plain
-        and model.device.type == "cpu"
-        and model.dtype == torch.bfloat16
-        and model._supports_sdpa
-        and not caches_latents(config)
-        and not any(hasattr(module, "sinks") for module in model.modules())
-    )
+    fits = model.device.type == "cpu" and model.dtype == torch.bfloat16 and is_plain_causal(model)
     if fits:
         AttentionInterface.register(NAME, paged_attention)
         model.set_attn_implementation(NAME)

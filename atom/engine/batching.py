@@ -10,6 +10,7 @@ Shape suffixes: Q query tokens of the batch, N requests with a new token, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import (
     FutureRequestState,
@@ -24,14 +26,17 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from atom.engine.attention import NAME as PAGED_ATTENTION
-from atom.engine.attention import use_paged_attention
+from atom.engine import attention
+from atom.engine.cuda_graphs import DecodeGraphs
 from atom.engine.paged_cache import pad_latents, sized_for_latents
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
 from atom.engine.sampling import RequestSampler, choose, token_logprobs
 
 PAGE_TOKENS = 32
 """Tokens of one page of the KV cache; prefixes are shared in whole pages."""
+
+_NO_LIMIT = 1e6
+"""Share of the memory that transformers may plan with, where it is not to refuse what the caller has sized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +84,83 @@ class _Request:
         )
 
 
+def _use_paged_attention(model: nn.Module) -> bool:
+    """Give the model the attention of its device that reads pages, where it fits; returns whether it was given."""
+    if model.device.type == "cuda":
+        from atom.engine import attention_triton
+
+        return attention_triton.use_paged_attention(model)
+    return attention.use_paged_attention(model)
+
+
 class _StepManager(ContinuousBatchingManager):
     """Only used to resolve the configuration and build the batch processor; its thread is never started."""
+
+    reads_pages = False
 
     def switch_to_cb_friendly_attn(
         self, model: nn.Module, auto_switch_to_flash: bool = True
     ) -> None:
-        if not use_paged_attention(model):
+        self.reads_pages = _use_paged_attention(model)
+        if not self.reads_pages:
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash=False)
 
 
-class _SamplingRunner(ModelRunner):
-    """Runs the model and samples each request from its own parameters."""
+class _HostPreparedIOs(ContinuousBatchingIOs):
+    """Batches are prepared in pinned host memory and go to the GPU in a few copies.
 
-    def __init__(self, base: ModelRunner, requests: dict[str, _Request]) -> None:
+    transformers prepares synchronous batches on the GPU itself: a copy a tensor, and on decode steps one a request.
+    """
+
+    def __init__(self, on_device: ContinuousBatchingIOs, base: ModelRunner) -> None:
+        super().__init__(
+            cache=base.cache,
+            config=on_device.config,
+            continuous_batching_config=base.cb_config,
+            device=torch.device("cpu"),
+            model_dtype=on_device.model_dtype,
+            logit_processor=base.logit_processor,
+        )
+        self._on_device = on_device
+        self._copied = torch.cuda.Event()
+        base.cache.fill_block_table = self._fill_block_table
+        # The pass runs on the caller's stream, so the copies are in order with it.
+        on_device.compute_stream = None
+
+    def _fill_block_table(
+        self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
+    ) -> None:
+        """The cache's own function for a table in host memory; through torch it takes five times as long."""
+        rows = block_table.numpy()
+        for allocator in self.cache.cache_allocators.values():
+            blocks = allocator.block_table[request_id]
+            pages = allocator.block_physical_stride // allocator.tokens_per_page
+            rows[allocator.index, : len(blocks)] = blocks
+            rows[allocator.index, : len(blocks)] *= pages
+
+    def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
+        self._transfer_inputs(self._on_device, stream=None, non_blocking=True)
+        self._copied.record()
+        return self._on_device.get_model_kwargs(use_padding)
+
+    def retrieve_device_outputs(self) -> None:
+        # The next batch is written into the memory that was copied from.
+        self._copied.synchronize()
+
+    def get_cb_kwargs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._on_device.get_cb_kwargs()
+
+
+class _SamplingRunner(ModelRunner):
+    """Runs the model and samples each request from its own parameters.
+
+    Attributes:
+        tokens: chosen by the last step, one for each request that got one. logprobs: likewise, None where not wanted.
+    """
+
+    def __init__(
+        self, base: ModelRunner, requests: dict[str, _Request], graphs: DecodeGraphs | None
+    ) -> None:
         super().__init__(
             logit_processor=base.logit_processor,
             cb_config=base.cb_config,
@@ -102,7 +170,18 @@ class _SamplingRunner(ModelRunner):
             return_logprobs=False,
         )
         self._requests = requests
+        self._graphs = graphs
+        self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
+
+    def maybe_pad_inputs(
+        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
+    ) -> tuple[int, int]:
+        """Decode batches are padded to a size that is, or will be, captured."""
+        self.pad_inputs = self._graphs is not None and use_decode_fast_path
+        if self.pad_inputs:
+            return self._graphs.padded(num_q_tokens), 0
+        return num_q_tokens, max_kv_read
 
     def supports_logits_to_keep(self, model: nn.Module) -> bool:
         """Prompt log probabilities need the logits of every query token."""
@@ -122,19 +201,26 @@ class _SamplingRunner(ModelRunner):
         prev_output_ids: torch.Tensor,
         output_ids: torch.Tensor,
     ) -> None:
-        logits = model(**batch_data).logits[0].float()
         samplers = [
             self._requests[s.state.request_id].sampler for s in self._batch if s.has_new_token
         ]
         count = len(samplers)
+        likeliest = None
+        if self.pad_inputs and "logits_to_keep" in batch_data:
+            logits, tokens_N = self._graphs.run(model, batch_data)
+            likeliest = tokens_N[:count].tolist()
+        else:
+            logits = model(**batch_data).logits[0]
+        if logits.device.type == "cpu":
+            logits = logits.float()
         if "logits_to_keep" in batch_data:
             logits_NV = logits[:count]
         else:
             self._gather_prompt_logprobs(logits)
             logits_NV = logits[batch_data["logits_indices"][:count]]
-        tokens = choose(logits_NV, samplers)
-        self.logprobs = token_logprobs(logits_NV, tokens, [s.params.logprobs for s in samplers])
-        output_ids[0, :count] = torch.tensor(tokens, dtype=output_ids.dtype)
+        self.tokens = choose(logits_NV, samplers, likeliest)
+        wanted = [s.params.logprobs for s in samplers]
+        self.logprobs = token_logprobs(logits_NV, self.tokens, wanted)
 
     def _gather_prompt_logprobs(self, logits_QV: torch.Tensor) -> None:
         start = 0
@@ -160,7 +246,12 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, model: PreTrainedModel, limits: BatchLimits, eos_token_ids: list[int]
+        self,
+        model: PreTrainedModel,
+        limits: BatchLimits,
+        eos_token_ids: list[int],
+        *,
+        graphs: bool = False,
     ) -> None:
         """Allocate the KV cache.
 
@@ -168,6 +259,8 @@ class ContinuousBatcher:
             model: a causal language model, on its device, in eval mode.
             limits: see :class:`BatchLimits`.
             eos_token_ids: tokens that end a request unless it ignores them.
+            graphs: run decode steps as CUDA graphs. For a GPU whose layers wait for no other rank; without effect where
+                the attention cannot read pages.
         """
         self.model = model
         self.limits = limits
@@ -184,18 +277,31 @@ class ContinuousBatcher:
             use_cuda_graph=False,
             auto_switch_to_flash=False,
             safety_margin=0.0,
+            # On a GPU the caller has sized the cache from what is free; transformers' own estimate adds masks and copies
+            # of keys that an attention over pages never makes.
+            max_memory_percent=_NO_LIMIT if model.device.type == "cuda" else None,
         )
         # Stop conditions and sampling are each request's own, so the model-wide generation config stays neutral.
         neutral = GenerationConfig(do_sample=False, eos_token_id=-1)
         manager = _StepManager(model, neutral, config)
-        if model.config._attn_implementation == PAGED_ATTENTION:
+        if manager.reads_pages:
             # transformers resolves this to 0 where it knows no kernel that reads pages; ours does.
             pages = -(-limits.max_model_len // PAGE_TOKENS) + 1
             manager.continuous_batching_config.max_blocks_per_request = pages
         text_config = model.config.get_text_config()
         with sized_for_latents(text_config):
             self._processor = manager._create_batch_processor()
-        self._runner = _SamplingRunner(self._processor.model_runner, self._requests)
+        base = self._processor.model_runner
+        decode_graphs = None
+        if manager.reads_pages and model.device.type == "cuda":
+            inputs = _HostPreparedIOs(self._processor.inputs_and_outputs, base)
+            self._processor.inputs_and_outputs = base.inputs_and_outputs = inputs
+            if graphs:
+                decode_graphs = DecodeGraphs(
+                    limits.max_num_seqs, text_config.vocab_size, model.dtype, model.device
+                )
+        self._graphs = decode_graphs
+        self._runner = _SamplingRunner(base, self._requests, decode_graphs)
         self._processor.model_runner = self._runner
         self._cache = self._processor.cache
         pad_latents(self._cache, text_config)
@@ -239,12 +345,52 @@ class ContinuousBatcher:
             )
         )
 
+    def warm_up(self) -> None:
+        """Run small requests, so that kernels are compiled and decode graphs captured before a client waits for them.
+
+        The batcher is empty before and after. Every rank makes the same steps.
+        """
+        tokens = min(3, self.limits.max_model_len - 1)
+        self._run_to_the_end([[0] * min(40, self.limits.max_model_len - tokens)], tokens)
+        if self.model.device.type != "cpu":
+            # Kernels there have tiles by the size of the batch.
+            most = self.limits.max_num_batched_tokens
+            for count in (*(size for size in (64, 256, 1024, 4096) if size < most), most):
+                self._run_to_the_end(self._prompts_of(count), 1)
+        if self._graphs is not None:
+            # The largest first: the others' memory then fits into its own. One-token prompts are decode steps already.
+            for size in reversed(self._graphs.sizes):
+                self._run_to_the_end([[0]] * size, 1)
+
+    def _prompts_of(self, tokens: int) -> list[list[int]]:
+        """As few prompts as hold ``tokens`` tokens, or as many as a batch takes. Their first tokens differ, so that none
+        shares another's pages."""
+        longest = self.limits.max_model_len - 1
+        lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        return [[tokens + i] + [0] * (n - 1) for i, n in enumerate(lengths)][
+            : self.limits.max_num_seqs
+        ]
+
+    def _run_to_the_end(self, prompts: list[list[int]], max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self.add(f"warm-up/{number}", prompt, params)
+        with torch.inference_mode():
+            while self.has_requests:
+                if self.prepare():
+                    self.step()
+
     def cancel(self, request_id: str) -> None:
         """Free a request; one that is gone already is passed over."""
         if self._requests.pop(request_id, None) is not None:
             self._scheduler.set_request_cancellation(request_id)
             self._scheduler.clear_cancelled_requests()
             self._cancelled.append(TokenOutput(request_id=request_id, finish_reason="cancelled"))
+
+    @property
+    def captured_graphs(self) -> int:
+        """Padded batch sizes whose decode step is a CUDA graph."""
+        return 0 if self._graphs is None else self._graphs.captured
 
     @property
     def has_requests(self) -> bool:
@@ -268,10 +414,10 @@ class ContinuousBatcher:
     def step(self) -> list[TokenOutput]:
         """Run the batch that :meth:`prepare` scheduled and return what it gave each request."""
         self._processor._generation_step(self.model)
-        scheduled, tokens, _ = self._processor.inputs_and_outputs.prepare_batch_update()
+        tokens = self._runner.tokens
         outputs: list[TokenOutput] = []
         index = 0
-        for future in scheduled:
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
             state = future.state
             if not future.has_new_token:
                 self._cache.mark_complete_blocks(state, future.complete_blocks)

@@ -1,4 +1,4 @@
-"""RMSNorm on CPU in one pass.
+"""RMSNorm in one pass: on CPU here, on a GPU in :mod:`atom.engine.norms_triton`.
 
 transformers writes RMSNorm as six tensor operations; at the sizes of a decode step their overhead is most of the time
 between two expert layers. This is the same computation, float32 inside and rounded to bf16 at the same two places.
@@ -31,7 +31,7 @@ def _rms_norm(x_TN: np.ndarray, weight_N: np.ndarray, epsilon: Any, out_TN: np.n
             out_TN[row, i] = narrow(normed * widen(weight_N[i]))
 
 
-def _forward(module: nn.Module, epsilon: np.float32) -> Any:
+def _forward(module: nn.Module, epsilon: float) -> Any:
     weight = module.weight.detach().view(torch.uint16).numpy()
     width = weight.shape[0]
 
@@ -41,7 +41,7 @@ def _forward(module: nn.Module, epsilon: np.float32) -> Any:
         _rms_norm(
             x.view(torch.uint16).numpy().reshape(-1, width),
             weight,
-            epsilon,
+            np.float32(epsilon),
             out.view(torch.uint16).numpy().reshape(-1, width),
         )
         return out
@@ -50,7 +50,7 @@ def _forward(module: nn.Module, epsilon: np.float32) -> Any:
 
 
 def use_fused_norms(model: nn.Module) -> int:
-    """Replace the forward of every RMSNorm of a bf16 model on CPU that this computation reproduces.
+    """Replace the forward of every RMSNorm of a bf16 model that this computation reproduces.
 
     A module is taken when its class is named RMSNorm, it has a bf16 ``weight`` and a ``variance_epsilon``, and its own forward
     gives what the fused one gives on a random input, to within one unit in the last place of bf16; variants that
@@ -60,7 +60,13 @@ def use_fused_norms(model: nn.Module) -> int:
         How many modules were replaced.
     """
     replaced = 0
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.dtype != torch.bfloat16:
+        return replaced
+    if model.device.type == "cpu":
+        make = _forward
+    elif model.device.type == "cuda":
+        from atom.engine.norms_triton import forward_of as make
+    else:
         return replaced
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
@@ -70,8 +76,8 @@ def use_fused_norms(model: nn.Module) -> int:
             continue
         if weight.dtype != torch.bfloat16:
             continue
-        forward = _forward(module, np.float32(epsilon))
-        x = torch.randn(3, weight.shape[0], generator=generator).bfloat16()
+        forward = make(module, epsilon)
+        x = torch.randn(3, weight.shape[0], generator=generator).bfloat16().to(weight.device)
         with torch.inference_mode():
             expected, fused = module(x), forward(x)
         if expected.shape == fused.shape and torch.allclose(

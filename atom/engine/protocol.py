@@ -44,6 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         device: "auto", "cpu" or "cuda".
         seed: of dummy weights, and of requests that bring none.
         log_level: least severity that is logged: "debug", "info", "warning" or "error".
+        enforce_eager: run decode steps without CUDA graphs.
         store_port: port of the rendezvous store on this host, hosted by rank 0; None takes torchrun's environment.
         store_fd: inherited listening socket of that store, for rank 0.
         router: where the router listens; None asks the store, to which rank 0 publishes it.
@@ -62,6 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     seed: int
     log_level: str
+    enforce_eager: bool = False
     store_port: int | None = None
     store_fd: int | None = None
     router: RouterAddresses | None = None

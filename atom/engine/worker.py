@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import zmq
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from atom import envs
 from atom.engine import bootstrap, loading
+from atom.engine.attention import is_plain_causal
 from atom.engine.batching import PAGE_TOKENS, BatchLimits, ContinuousBatcher
 from atom.engine.lockstep import Agree, Lockstep
 from atom.engine.norms import use_fused_norms
@@ -28,7 +30,6 @@ from atom.engine.protocol import (
     Down,
     Failed,
     Ready,
-    SamplingParams,
     Up,
     WorkerConfig,
     decode_down,
@@ -48,7 +49,13 @@ LOAD_TIMEOUT = timedelta(hours=2)
 """How long a rank waits for its peers' weights."""
 
 CPU_KV_BYTES = 2 * 2**30
-"""Most bytes of KV cache that one rank takes on a CPU."""
+"""Most bytes of KV cache that one rank takes on a CPU, or where masks grow with the cache."""
+
+GPU_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that weights and KV cache may take together; the rest is for activations and graphs."""
+
+COUNTERS_AGE_S = 1.0
+"""How old the wire's byte counters may be while requests run on a GPU, where reading them waits for it."""
 
 
 class ZmqChannel:
@@ -254,6 +261,60 @@ def _limits(config: WorkerConfig, model_config: PreTrainedConfig) -> BatchLimits
     )
 
 
+def _sized_to_gpu(limits: BatchLimits, model: PreTrainedModel) -> BatchLimits:
+    """The limits with a KV cache as large as the GPU holds beside the weights, which are loaded.
+
+    Raises:
+        LaunchRefused: not even one request of full length fits.
+    """
+    if model.device.type != "cuda" or not is_plain_causal(model):
+        return limits
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    room = free - (1 - GPU_MEMORY_SHARE) * total
+    text = model.config.get_text_config()
+    heads, size = kv_shape(text)
+    # A key and a value of bf16 in each layer, and the index through which prompts read them.
+    token_bytes = 2 * 2 * text.num_hidden_layers * heads * size + 8
+    longest = limits.max_model_len + PAGE_TOKENS
+    kv_tokens = min(limits.max_num_seqs * longest, max(0, int(room // token_bytes)))
+    if kv_tokens < longest:
+        raise LaunchRefused(
+            f"beside the weights the GPU has {max(room, 0) / 2**30:.1f} GiB for the KV cache, {kv_tokens} tokens of "
+            f"{token_bytes} B; one request of max_model_len={limits.max_model_len} needs {longest}: lower "
+            f"--max-model-len, or use a GPU with more free memory."
+        )
+    logger.info(
+        "GPU memory: %.2f GiB in weights, %.2f GiB for the KV cache of %d tokens",
+        torch.cuda.memory_allocated(model.device) / 2**30,
+        kv_tokens * token_bytes / 2**30,
+        kv_tokens,
+    )
+    return replace(limits, kv_tokens=kv_tokens)
+
+
+class _Counters:
+    """The wire's byte counters, summed over this rank's MegaMoE instances.
+
+    On a GPU they are read when no requests are left and otherwise at most once in COUNTERS_AGE_S.
+    """
+
+    def __init__(self, megas: list[MegaMoE], batcher: ContinuousBatcher, device: torch.device):
+        self._megas = megas
+        self._batcher = batcher
+        self._waits = device.type == "cuda"
+        self._last: WireCounters | None = None
+        self._read_at = 0.0
+
+    def __call__(self) -> WireCounters:
+        now = time.monotonic()
+        fresh = now - self._read_at < COUNTERS_AGE_S
+        if self._last is None or not (self._waits and self._batcher.has_requests and fresh):
+            self._last = _sum([each.counters for each in self._megas])
+            self._read_at = now
+        return self._last
+
+
 def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lockstep:
     own: _Plan | Refusal
     try:
@@ -290,10 +351,18 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         make_mega=lambda other: make_mega(other.geometry, other.recipe, other.wire),
     )
     use_fused_norms(model)
+    if plan.device.type == "cuda":
+        from atom.engine.rotary_triton import use_fused_rotary
+
+        use_fused_rotary(model)
     _wait_until_all_loaded(config, store)
     eos = loading.eos_token_ids(plan.path, plan.model_config)
-    batcher = ContinuousBatcher(model, plan.limits, eos)
-    _warm_up(batcher)
+    limits = _sized_to_gpu(plan.limits, model)
+    # Between ranks a layer's exchange is not captured: what a rank waits for depends on the others.
+    alone = config.world_size == 1 and plan.device.type == "cuda"
+    batcher = ContinuousBatcher(model, limits, eos, graphs=alone and not config.enforce_eager)
+    logger.info("warming up: compiled kernels are made at the first start and kept for later ones")
+    batcher.warm_up()
     channel.send(
         Ready(
             rank=config.rank,
@@ -302,9 +371,9 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
             row_bytes=plan.layout.row_bytes,
             transport=mega.built.transport,
             a_operand=str(plan.choice.a_operand),
-            max_model_len=plan.limits.max_model_len,
-            max_num_seqs=plan.limits.max_num_seqs,
-            kv_tokens=plan.limits.kv_tokens,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
             eos_token_ids=eos,
         )
     )
@@ -321,7 +390,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         batcher=batcher,
         run_empty=lambda: expert_parallel.run_empty(model),
         announce=announce,
-        counters=lambda: _sum([each.counters for each in megas]),
+        counters=_Counters(megas, batcher, plan.device),
         channel=channel,
         agree=Agree(groups.control),
     )
@@ -353,20 +422,6 @@ def _wait_until_all_loaded(config: WorkerConfig, store: dist.Store) -> None:
     keys = [f"atom/loaded/{rank}" for rank in range(config.world_size)]
     store.set(keys[config.rank], "yes")
     store.wait(keys, LOAD_TIMEOUT)
-
-
-def _warm_up(batcher: ContinuousBatcher) -> None:
-    """Run one small request so that kernels are compiled before the first client waits for them.
-
-    Every rank makes the same steps, so the layers' collectives match.
-    """
-    logger.info("warming up: compiled kernels are made at the first start and kept for later ones")
-    with torch.inference_mode():
-        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-        batcher.add("warm-up", [0] * 40, params)
-        while batcher.has_requests:
-            if batcher.prepare():
-                batcher.step()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class ServerArgs:
     served_model_name: str | None = None
     api_key: str | None = None
     device: str = "auto"
+    enforce_eager: bool = False
     seed: int = 0
 
     @property
@@ -170,6 +171,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
     )
     add("--device", help="what the ranks compute on", choices=DEVICES)
+    add(
+        "--enforce-eager",
+        help="on a GPU, run decode steps without CUDA graphs, which -tp 1 uses otherwise",
+        action="store_true",
+    )
     add(
         "--seed",
         help="seed of random weights (--load-format dummy)",

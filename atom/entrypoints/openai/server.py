@@ -356,6 +356,7 @@ def worker_config(args: ServerArgs) -> WorkerConfig:
             "device": args.device,
             "seed": args.seed,
             "log_level": envs.read("ATOM_LOG_LEVEL"),
+            "enforce_eager": args.enforce_eager,
         },
         WorkerConfig,
     )

@@ -1,0 +1,192 @@
+"""Throughput of our server on one GPU, beside transformers' own continuous batching in bf16, in one run.
+
+    python -m atom.benchmarks.bench_throughput_gpu [--repeats 3] [--json FILE]
+
+Without ``--model`` both serve random weights in the shape of Qwen3-30B-A3B. Both answer the same random prompts, greedily and
+to the full length, all in flight at once. Ours is measured by a client through HTTP; transformers' client is in its own
+process and costs nothing. transformers runs with sdpa (no other attention that its pages work with comes with torch) and
+``grouped_mm`` experts; its options (tokens in a batch, CUDA graphs) are tried in one load each after a warm-up, and the best is
+measured in full. One contender after the other has the GPU to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom.benchmarks.bench_throughput import (
+    PEER,
+    Load,
+    TransformersPeer,
+    report,
+    server_throughput,
+    table,
+)
+from atom.benchmarks.prompts import Prompt
+from atom.benchmarks.servers import ServerFailed, atom_server
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 151645,
+    "tie_word_embeddings": False,
+}
+"""Sizes of the published model's config.json."""
+
+PEER_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"max_batch_tokens": 8192, "cuda_graphs": False},
+    {"max_batch_tokens": 2048, "cuda_graphs": False},
+    {"max_batch_tokens": 2048, "cuda_graphs": True},
+)
+
+
+def measure(
+    name: str, run: Callable[[Sequence[Prompt]], float], prompts: Sequence[Sequence[Prompt]]
+) -> list[float]:
+    """One figure for each list of prompts."""
+    figures = []
+    for each in prompts:
+        figures.append(run(each))
+        print(f"{name}: {figures[-1]:.0f} total tok/s", file=sys.stderr, flush=True)
+    return figures
+
+
+def measure_peer(
+    model: str, load: Load, rounds: Sequence[Sequence[Prompt]], warmups: int, dummy: bool
+) -> tuple[dict[str, list[float]], int]:
+    """Figures of transformers by its options, the best in full and the others of one load, and its weights' bytes."""
+    args = ["--device", "cuda", "--load-format", "dummy" if dummy else "auto"]
+    figures: dict[str, list[float]] = {}
+    with TransformersPeer(model, load, args) as peer:
+        runs = {}
+        for options in PEER_OPTIONS:
+            name = f"{PEER} bf16, " + ", ".join(f"{k}={v}" for k, v in options.items())
+            runs[name] = partial(peer.throughput, **options)
+            figures[name] = measure(name, runs[name], rounds[: warmups + 1])[warmups:]
+        best = max(figures, key=lambda name: figures[name][0])
+        if len(figures) > 1 and best != name:
+            # Its manager was given up for another one's.
+            measure(best, runs[best], rounds[:warmups])
+        figures[best] += measure(best, runs[best], rounds[warmups + 1 :])
+        return figures, peer.weight_bytes
+
+
+def our_server(model: str, load: Load, log: Path, args: argparse.Namespace, *more: str) -> Any:
+    """Our server on one GPU, with room for the load."""
+    flags = ["--device", "cuda", "--max-num-seqs", str(load.in_flight)]
+    flags += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    flags += ["--load-format", "dummy"] if args.dummy else []
+    return atom_server(model, ranks=1, log=log, env={}, args=[*flags, *more])
+
+
+def measure_ours(
+    model: str, load: Load, rounds: Sequence[Sequence[Prompt]], folder: Path, args: Any
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Figures with and without decode graphs, and what else was seen: start line, memory, metrics."""
+    figures: dict[str, list[float]] = {}
+    seen: dict[str, Any] = {}
+    for name, more in (("atom -tp 1", ()), ("atom -tp 1 --enforce-eager", ("--enforce-eager",))):
+        with our_server(model, load, folder / f"{len(more)}.log", args, *more) as server:
+            run = partial(server_throughput, server, model, load=load)
+            few = rounds if not more else rounds[: args.warmups + 1]
+            figures[name] = measure(name, run, few)[args.warmups :]
+            log = server.log.read_text(errors="replace")
+            if not more:
+                seen["startup"] = server.startup_lines()
+                seen["memory"] = re.findall(r"GPU memory: .*", log)
+                seen["metrics"] = {
+                    key: value
+                    for key, value in server.metrics().items()
+                    if "dispatch" in key or "moe_calls" in key
+                }
+    return figures, seen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit status."""
+    args = _parser().parse_args(argv)
+    load = Load(
+        requests=args.num_prompts,
+        in_flight=args.num_prompts,
+        tokens_in=args.input_len,
+        tokens_out=args.output_len,
+    )
+    with tempfile.TemporaryDirectory(prefix="atom-bench-") as name:
+        folder = Path(name)
+        args.dummy = args.model is None
+        model = args.model
+        if model is None:
+            model = str(folder / "qwen3-30b-a3b")
+            Path(model).mkdir()
+            (Path(model) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        rounds = [load.prompts(i, vocab_size - 512) for i in range(args.warmups + args.repeats)]
+        figures: dict[str, list[float]] = {}
+        weight_bytes = None
+        if not args.no_peer:
+            figures, weight_bytes = measure_peer(model, load, rounds, args.warmups, args.dummy)
+        try:
+            ours, seen = measure_ours(model, load, rounds, folder, args)
+        except ServerFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+    figures |= ours
+    if weight_bytes is not None:
+        seen["transformers' weights, GiB"] = weight_bytes / 2**30
+        data = report(figures, load) | {"seen": seen, "gpu": torch.cuda.get_device_name()}
+        print(data["gpu"], table(data), sep=", ")
+    else:
+        data = {"figures": figures, "seen": seen}
+        for name, values in figures.items():
+            print(f"{name}: {statistics.median(values):.0f} total tok/s")
+    for key, value in seen.items():
+        print(f"{key}: {value}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m atom.benchmarks.bench_throughput_gpu",
+        description="Our server on one GPU, beside transformers' continuous batching.",
+    )
+    add = parser.add_argument
+    add("--model", help="directory; without it random weights in Qwen3-30B-A3B's shape")
+    add("--num-prompts", type=int, default=256, help="all in flight at once (default: 256)")
+    add("--input-len", type=int, default=256, help="(default: %(default)s)")
+    add("--output-len", type=int, default=128, help="(default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="ours (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="counted loads (default: %(default)s)")
+    add("--warmups", type=int, default=1, help="loads before them (default: %(default)s)")
+    add("--no-peer", action="store_true", help="leave transformers out")
+    add("--json", type=Path, metavar="FILE", help="write the figures")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
