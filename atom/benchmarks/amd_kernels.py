@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from atom.benchmarks.launches import Launch, recorded
+from atom.engine import attention_triton, norms_triton, rotary_triton
 from atom.moe.expert_tiles import SCALED_TILES, UNPACK_TILES, Tile, Tiles, Way
 from atom.moe.experts_triton import TritonExperts
 from atom.moe.spec import ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
@@ -127,7 +128,37 @@ def launches(*, thorough: bool = True) -> list[tuple[str, bool, Launch]]:
             experts.project(prepared, codes, scales, ids, 0, chosen=chosen)
     made = [launch for launch in made if not launch.name.startswith("_")]
     note("", False, made)
+    for rows in (1, 1024):
+        with recorded() as made:
+            _dense_modules(rows)
+        note(f"{rows} tokens", True, made)
     return found
+
+
+def _dense_modules(tokens: int) -> None:
+    """Attention on prompts and on pages, rotary embedding and norm of a model with 32 and 4 heads of 128."""
+    query, key = (torch.zeros(1, n, tokens, 128, dtype=torch.bfloat16) for n in (32, 4))
+    angles = query[:, 0].contiguous()
+    rotary_triton.rotate(query, key, angles, angles)
+    norm = torch.nn.Module()
+    norm.weight = torch.nn.Parameter(torch.zeros(2048, dtype=torch.bfloat16))
+    norms_triton.forward_of(norm, 1e-6)(torch.zeros(tokens, 2048, dtype=torch.bfloat16))
+    one = torch.zeros(2, dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": one, "cu_seq_lens_k": one, "max_length_q": tokens}
+    attention_triton.paged_attention(norm, query, key, key, None, **lengths)
+    many = torch.zeros(tokens + 1, dtype=torch.int32)
+    pages = torch.zeros(4, 32, 4, 128, dtype=torch.bfloat16)
+    attention_triton.paged_attention(
+        norm,
+        *((query, key, key) if tokens > 1 else (query[:, :8], key[:, :1], key[:, :1])),
+        None,
+        cu_seq_lens_q=many,
+        cu_seq_lens_k=many,
+        max_length_q=1,
+        block_table=torch.zeros(tokens, 64, dtype=torch.int32),
+        k_cache=pages,
+        v_cache=pages,
+    )
 
 
 def _weights() -> ExpertWeights:

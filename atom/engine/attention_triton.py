@@ -44,13 +44,13 @@ def attend_prompts(
     out,
     starts_q,
     starts_k,
-    scale,
     query_head,
     query_token,
     key_head,
     key_token,
     value_head,
     value_token,
+    SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -88,7 +88,7 @@ def attend_prompts(
             mask=(j < keys)[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        scores = dot(q, k, tl.zeros([ROWS, KEYS], tl.float32)) * scale
+        scores = dot(q, k, tl.zeros([ROWS, KEYS], tl.float32)) * SCALE
         scores = tl.where(j[None, :] <= last[:, None], scores, -1.0e38)
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
@@ -118,7 +118,6 @@ def attend_pages(
     out,
     partial,
     partial_sums,
-    scale,
     query_head,
     query_token,
     key_head,
@@ -128,6 +127,7 @@ def attend_pages(
     table_row,
     page_stride,
     slot_stride,
+    SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -166,7 +166,7 @@ def attend_pages(
         tl.store(key_pages + slot + d, new_key, mask=d < D)
         tl.store(value_pages + slot + d, new_value, mask=d < D)
         products = q.to(tl.float32) * new_key.to(tl.float32)[None, :]
-        highest = tl.sum(products, 1) * scale
+        highest = tl.sum(products, 1) * SCALE
         total = tl.full([GROUP_ROWS], 1.0, tl.float32)
         acc = acc + new_value.to(tl.float32)[None, :]
     each = tl.cdiv(tl.cdiv(cached, SPLITS), KEYS) * KEYS
@@ -182,7 +182,7 @@ def attend_pages(
             mask=alive[None, :] & (d < D)[:, None],
             other=0.0,
         )
-        scores = dot(q, k, tl.zeros([GROUP_ROWS, KEYS], tl.float32)) * scale
+        scores = dot(q, k, tl.zeros([GROUP_ROWS, KEYS], tl.float32)) * SCALE
         scores = tl.where(alive[None, :], scores, -1.0e38)
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
@@ -278,8 +278,9 @@ def paged_attention(
     if block_table is None:
         rows = 128 if max_length_q > 64 else 64 if max_length_q > 16 else 16
         attend_prompts[(triton.cdiv(max_length_q, rows), heads, requests)](
-            *(query, key, value, out, cu_seq_lens_q, cu_seq_lens_k, scale),
+            *(query, key, value, out, cu_seq_lens_q, cu_seq_lens_k),
             *strides,
+            SCALE=scale,
             GROUP=heads // kv_heads,
             HEADS=heads,
             D=size,
@@ -300,11 +301,12 @@ def paged_attention(
     group = heads // kv_heads
     attend_pages[(requests, kv_heads, splits)](
         *(query, key, value, k_cache, v_cache, block_table, cu_seq_lens_k),
-        *(out, partial, partial_sums, scale),
+        *(out, partial, partial_sums),
         *strides,
         block_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        SCALE=scale,
         GROUP=group,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)),
         HEADS=heads,

@@ -14,17 +14,32 @@ _ELEMENTS = 2048
 
 
 @triton.jit
+def round_to_bf16(x):
+    """A float32 rounded to bf16, ties to even, as float32. A conversion there and back is one that compilers leave out."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def rms_norm(
-    x, weight, out, rows, epsilon, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    x,
+    weight,
+    out,
+    rows,
+    EPSILON: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """``weight * bf16(x * rsqrt(mean(x**2) + epsilon))`` for ``ROWS`` contiguous rows of ``N``."""
+    """``weight * bf16(x * rsqrt(mean(x**2) + EPSILON))`` for ``ROWS`` contiguous rows of ``N``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     there = (row < rows)[:, None] & (column < N)[None, :]
     at = row[:, None] * N + column[None, :]
     value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 1) / N + epsilon)
-    normed = (value * scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / N + EPSILON)
+    normed = round_to_bf16(value * scale[:, None])
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     # The product of two bf16 is exact in float32, so this rounds once, as a bf16 product does.
     tl.store(out + at, (normed * factor[None, :]).to(out.dtype.element_ty), mask=there)
@@ -43,7 +58,15 @@ def forward_of(module: nn.Module, epsilon: float) -> Callable[[torch.Tensor], to
         rows = x.numel() // width
         if rows:
             rms_norm[(triton.cdiv(rows, each),)](
-                x, weight, out, rows, epsilon, N=width, WIDTH=padded, ROWS=each, num_warps=4
+                x,
+                weight,
+                out,
+                rows,
+                EPSILON=epsilon,
+                N=width,
+                WIDTH=padded,
+                ROWS=each,
+                num_warps=4,
             )
         return out
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from atom.engine.norms_triton import round_to_bf16
+
 _FUNCTION = "apply_rotary_pos_emb"
 
 
@@ -38,7 +40,7 @@ def _rotate(
             kept, turned = first * c, -second * s
         else:
             kept, turned = second * c, first * s
-        total = kept.to(dtype).to(tl.float32) + turned.to(dtype).to(tl.float32)
+        total = round_to_bf16(kept) + round_to_bf16(turned)
         at = out + head[:, None] * D + half * HALF + d[None, :]
         tl.store(at, total.to(dtype), mask=there)
 

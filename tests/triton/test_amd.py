@@ -22,6 +22,8 @@ KERNELS = {
     "_quantize_regions",
     "_scan",
     "assign_slots",
+    "attend_pages",
+    "attend_prompts",
     "combine",
     "count_tokens",
     "dense_down",
@@ -31,8 +33,11 @@ KERNELS = {
     "expand_sorted",
     "gate_up",
     "gather_results",
+    "merge_splits",
     "pack_weights",
     "return_results",
+    "rms_norm",
+    "rotate_heads",
     "scaled_down",
     "scaled_gate_up",
     "send_rows",
@@ -62,6 +67,7 @@ def test_every_kernel_compiles_and_none_that_runs_spills(target):
 def test_kernels_listed_here_are_all_there_are():
     import triton
 
+    from atom.engine import attention_triton, norms_triton, rotary_triton
     from atom.moe import (
         dense_triton,
         dispatch_triton,
@@ -74,6 +80,9 @@ def test_kernels_listed_here_are_all_there_are():
 
     # A kernel is a jitted function that returns nothing; helpers have results.
     modules = (
+        attention_triton,
+        norms_triton,
+        rotary_triton,
         dense_triton,
         dispatch_triton,
         gemm_triton,
@@ -88,5 +97,5 @@ def test_kernels_listed_here_are_all_there_are():
             ours = isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
             if ours and not re.search(r"^    return \S", value.src, re.M):
                 found.add(name)
-    helpers = {"_quantize_tile", "_store_mx"}
+    helpers = {"_quantize_tile", "_rotate", "_store_mx"}
     assert found - helpers == KERNELS
