@@ -109,7 +109,7 @@ class TransformersPeer:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._read())
-        tokens_in = self._load.requests * self._load.tokens_in
+        tokens_in = len(prompts) * self._load.tokens_in
         return (tokens_in + answer["output_tokens"]) / answer["duration"]
 
 

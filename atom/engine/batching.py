@@ -9,6 +9,7 @@ Shape suffixes: Q query tokens of the batch, N requests with a new token, V voca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,10 @@ class _Request:
         return self.sampler.params.prompt_logprobs and len(self.prompt_logprobs) < len(
             self.prompt_ids
         )
+
+
+_GONE = _Request(RequestSampler(SamplingParams(max_tokens=1, temperature=0)), [])
+"""Stands for a request that ended after its next step was scheduled."""
 
 
 def _use_paged_attention(model: nn.Module) -> bool:
@@ -159,8 +164,19 @@ class _SamplingRunner(ModelRunner):
     """
 
     def __init__(
-        self, base: ModelRunner, requests: dict[str, _Request], graphs: DecodeGraphs | None
+        self,
+        base: ModelRunner,
+        requests: dict[str, _Request],
+        graphs: DecodeGraphs | None,
+        while_running: Callable[[], None],
     ) -> None:
+        """
+        Args:
+            base: whose parts this one takes over.
+            requests: the batcher's, by id.
+            graphs: run decode batches; None runs them eagerly.
+            while_running: called when a decode batch was launched and its result is not waited for yet.
+        """
         super().__init__(
             logit_processor=base.logit_processor,
             cb_config=base.cb_config,
@@ -171,6 +187,7 @@ class _SamplingRunner(ModelRunner):
         )
         self._requests = requests
         self._graphs = graphs
+        self.while_running = while_running
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
 
@@ -185,7 +202,8 @@ class _SamplingRunner(ModelRunner):
 
     def supports_logits_to_keep(self, model: nn.Module) -> bool:
         """Prompt log probabilities need the logits of every query token."""
-        if any(self._requests[s.state.request_id].wants_prompt_logprobs for s in self._batch):
+        requests = (self._requests.get(s.state.request_id, _GONE) for s in self._batch)
+        if any(request.wants_prompt_logprobs for request in requests):
             return False
         return super().supports_logits_to_keep(model)
 
@@ -202,12 +220,15 @@ class _SamplingRunner(ModelRunner):
         output_ids: torch.Tensor,
     ) -> None:
         samplers = [
-            self._requests[s.state.request_id].sampler for s in self._batch if s.has_new_token
+            self._requests.get(s.state.request_id, _GONE).sampler
+            for s in self._batch
+            if s.has_new_token
         ]
         count = len(samplers)
         likeliest = None
         if self.pad_inputs and "logits_to_keep" in batch_data:
             logits, tokens_N = self._graphs.run(model, batch_data)
+            self.while_running()
             likeliest = tokens_N[:count].tolist()
         else:
             logits = model(**batch_data).logits[0]
@@ -301,7 +322,8 @@ class ContinuousBatcher:
                     limits.max_num_seqs, text_config.vocab_size, model.dtype, model.device
                 )
         self._graphs = decode_graphs
-        self._runner = _SamplingRunner(base, self._requests, decode_graphs)
+        self._ahead = False
+        self._runner = _SamplingRunner(base, self._requests, decode_graphs, self._prepare_ahead)
         self._processor.model_runner = self._runner
         self._cache = self._processor.cache
         pad_latents(self._cache, text_config)
@@ -357,6 +379,7 @@ class ContinuousBatcher:
             most = self.limits.max_num_batched_tokens
             for count in (*(size for size in (64, 256, 1024, 4096) if size < most), most):
                 self._run_to_the_end(self._prompts_of(count), 1)
+            self._cache.reset()
         if self._graphs is not None:
             # The largest first: the others' memory then fits into its own. One-token prompts are decode steps already.
             for size in reversed(self._graphs.sizes):
@@ -367,9 +390,9 @@ class ContinuousBatcher:
         shares another's pages."""
         longest = self.limits.max_model_len - 1
         lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
-        return [[tokens + i] + [0] * (n - 1) for i, n in enumerate(lengths)][
-            : self.limits.max_num_seqs
-        ]
+        vocab = self.model.config.get_text_config().vocab_size
+        prompts = [[(tokens + i) % vocab] + [0] * (n - 1) for i, n in enumerate(lengths)]
+        return prompts[: self.limits.max_num_seqs]
 
     def _run_to_the_end(self, prompts: list[list[int]], max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
@@ -404,7 +427,51 @@ class ContinuousBatcher:
 
     def prepare(self) -> bool:
         """Schedule the next batch. Returns whether there is one."""
+        if self._ahead:
+            self._ahead = False
+            if self._take_ahead():
+                return True
         return self.has_requests and self._processor.prepare_next_batch()
+
+    def _prepare_ahead(self) -> None:
+        """Schedule the next decode batch while the GPU runs this one.
+
+        It lacks the tokens that this one gives, and cannot know which requests they end. Left alone where the cache could
+        run full, since then requests would be evicted that are running.
+        """
+        inputs, scheduler = self._processor.inputs_and_outputs, self._scheduler
+        active = scheduler.active_requests.values()
+        room = 2 * len(active) * self._cache.bytes_per_sector
+        if (
+            scheduler.waiting_requests
+            or not all(state.status == RequestStatus.DECODING for state in active)
+            or not any(state.generated_len() + 1 < state._new_tokens_limit for state in active)
+            or self._cache.compute_free_capacity(relative=False) < room
+        ):
+            return
+        inputs.retrieve_device_outputs()
+        self._ahead = self._processor.prepare_next_batch()
+
+    def _take_ahead(self) -> bool:
+        """Complete the batch that was scheduled ahead, or take it back when a request waits or none of its own is left."""
+        inputs = self._processor.inputs_and_outputs
+        states = [future.state for future in inputs.requests_in_batch]
+        alive = [self._is_active(state) for state in states]
+        if self._scheduler.waiting_requests or not any(alive):
+            for state, lives in zip(states, alive, strict=True):
+                if lives:
+                    state.position_offset -= 1
+            return False
+        # A request that ended keeps its row for this one step, on pages that nobody else gets before the next.
+        tokens = [
+            state.tokens_to_process[0] if lives else 0
+            for state, lives in zip(states, alive, strict=True)
+        ]
+        inputs.input_ids[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        return True
+
+    def _is_active(self, state: RequestState) -> bool:
+        return self._scheduler.active_requests.get(state.request_id) is state
 
     @property
     def batch_tokens(self) -> int:
@@ -413,12 +480,16 @@ class ContinuousBatcher:
 
     def step(self) -> list[TokenOutput]:
         """Run the batch that :meth:`prepare` scheduled and return what it gave each request."""
+        scheduled = self._processor.inputs_and_outputs.requests_in_batch
         self._processor._generation_step(self.model)
         tokens = self._runner.tokens
         outputs: list[TokenOutput] = []
         index = 0
-        for future in self._processor.inputs_and_outputs.requests_in_batch:
+        for future in scheduled:
             state = future.state
+            if not self._is_active(state):
+                index += future.has_new_token
+                continue
             if not future.has_new_token:
                 self._cache.mark_complete_blocks(state, future.complete_blocks)
                 continue

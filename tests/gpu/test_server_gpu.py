@@ -93,6 +93,52 @@ def test_graphs_give_the_tokens_of_eager_steps(model, count):
     assert len({tuple(tokens) for tokens in eager}) == count
 
 
+def test_scheduling_ahead_changes_no_token(model):
+    """Requests end by a token and by length, one is cancelled and others arrive while a step is scheduled ahead; there are
+    always more than eight, so that every step is padded to sixteen rows."""
+    base = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    plain, _ = answer(ContinuousBatcher(model, LIMITS, []), [(p, base) for p in prompts(16)])
+
+    def run(ahead):
+        batcher = ContinuousBatcher(model, LIMITS, [], graphs=True)
+        batcher.warm_up()
+        prepared = []
+        if not ahead:
+            batcher._runner.while_running = lambda: None
+        tokens, reasons = {}, {}
+        for i, prompt in enumerate(prompts(16)):
+            stop = (plain[i][7 + i],) if i < 4 else ()
+            length = 15 + i if i < 6 else 40
+            params = SamplingParams(
+                max_tokens=length, temperature=0, ignore_eos=True, stop_token_ids=stop
+            )
+            batcher.add(str(i), prompt, params)
+        step = 0
+        with torch.inference_mode():
+            while batcher.has_requests:
+                assert batcher.prepare()
+                for output in batcher.step():
+                    tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                    reasons[output.request_id] = output.finish_reason
+                prepared.append(batcher._ahead)
+                step += 1
+                if step == 9:
+                    batcher.cancel("15")
+                if step in (20, 21):
+                    late = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+                    batcher.add(f"late {step}", prompts(2)[1], late)
+        assert batcher.stats().running == 0
+        return tokens, reasons, sum(prepared)
+
+    expected, expected_reasons, none = run(ahead=False)
+    tokens, reasons, some = run(ahead=True)
+    assert none == 0 and some > 25
+    assert reasons == expected_reasons
+    assert {reasons[str(i)] for i in range(4)} == {"stop"}
+    assert tokens == expected
+    assert len(tokens["late 20"]) == 14 and len(tokens["15"]) == 9
+
+
 def test_a_padded_batch_gives_the_tokens_of_requests_alone(model):
     """Padding rows change no request: eleven requests run in a graph of sixteen rows."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
