@@ -99,7 +99,7 @@ class TransformersPeer:
         return line
 
     def throughput(self, prompts: Sequence[Prompt], **options: Any) -> float:
-        """Total tokens a second, in and out, of one load; ``options`` go with it as they are."""
+        """Total tokens a second, in and out, of one load; ``options`` go with it as they are, over the load's own."""
         assert self._process.stdin is not None
         order = {
             "prompts": [prompt.content for prompt in prompts],

@@ -5,8 +5,8 @@
 Without ``--model`` both serve random weights in the shape of Qwen3-30B-A3B. Both answer the same random prompts, greedily and
 to the full length, all in flight at once. Ours is measured by a client through HTTP; transformers' client is in its own
 process and costs nothing. transformers runs with sdpa (no other attention that its pages work with comes with torch) and
-``grouped_mm`` experts; its options (tokens in a batch, CUDA graphs) are tried in one load each after a warm-up, and the best is
-measured in full. One contender after the other has the GPU to itself.
+``grouped_mm`` experts; its options (tokens in a batch, CUDA graphs) are tried on loads of the same prompts and few tokens out,
+and the best is measured in full. One contender after the other has the GPU to itself.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ PEER_OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-_FEW = 32
-"""Prompts of a warm-up that has nothing to capture."""
+_TRIAL_TOKENS = 32
+"""Tokens out of each request where transformers' options are tried."""
 
 
 def measure(
@@ -79,28 +79,37 @@ def measure(
     return figures
 
 
+def _name(options: dict[str, Any]) -> str:
+    return f"{PEER} bf16, " + ", ".join(f"{key}={value}" for key, value in options.items())
+
+
 def measure_peer(
     model: str, load: Load, rounds: Sequence[Sequence[Prompt]], warmups: int, dummy: bool
-) -> tuple[dict[str, list[float]], int]:
-    """Figures of transformers by its options, the best in full and the others of one load, and its weights' bytes."""
+) -> tuple[dict[str, list[float]], dict[str, float], int]:
+    """Figures of transformers with its best options, what all options gave when tried, and its weights' bytes."""
     args = ["--device", "cuda", "--load-format", "dummy" if dummy else "auto"]
-    figures: dict[str, list[float]] = {}
+    tried: dict[str, float] = {}
     with TransformersPeer(model, load, args) as peer:
-        runs, warm = {}, {}
+
+        def run(options: dict[str, Any], prompts: Sequence[Prompt], **more: int) -> float:
+            order = {**options, "room": load.tokens_out, **more}
+            answer = peer.throughput(prompts, **order)
+            what = f"{_name(options)}, {more.get('output_len', load.tokens_out)} tokens out"
+            print(f"{what}: {answer:.0f} (in and out) tok/s", file=sys.stderr, flush=True)
+            return answer
+
         for options in PEER_OPTIONS:
-            name = f"{PEER} bf16, " + ", ".join(f"{k}={v}" for k, v in options.items())
-            runs[name] = partial(peer.throughput, **options)
-            # Without graphs nothing depends on the load's size; with them each size is captured when it first comes.
-            few = None if options["cuda_graphs"] else _FEW
-            warm[name] = [each[:few] for each in rounds[:warmups]]
-            measure(f"(warm-up) {name}", runs[name], warm[name])
-            figures[name] = measure(name, runs[name], rounds[warmups : warmups + 1])
-        best = max(figures, key=lambda name: figures[name][0])
-        if best != name:
+            # Twice the same lengths: the first load compiles, and captures whatever graphs the second one needs.
+            for prompts in rounds[:2]:
+                tried[_name(options)] = run(options, prompts, output_len=_TRIAL_TOKENS)
+        best = max(PEER_OPTIONS, key=lambda options: tried[_name(options)])
+        if best["cuda_graphs"]:
+            run(best, rounds[0])
+        elif best != PEER_OPTIONS[-1]:
             # Its manager was given up for another one's.
-            measure(f"(warm-up) {best}", runs[best], warm[best])
-        figures[best] += measure(best, runs[best], rounds[warmups + 1 :])
-        return figures, peer.weight_bytes
+            run(best, rounds[0], output_len=_TRIAL_TOKENS)
+        figures = {_name(best): [run(best, prompts) for prompts in rounds[warmups:]]}
+        return figures, tried, peer.weight_bytes
 
 
 def our_server(model: str, load: Load, log: Path, args: argparse.Namespace, *more: str) -> Any:
@@ -159,8 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures, seen = measure_ours(model, load, rounds, folder, args)
         weight_bytes = None
         if not args.no_peer:
-            peers, weight_bytes = measure_peer(model, load, rounds, args.warmups, args.dummy)
+            peers, tried, weight_bytes = measure_peer(model, load, rounds, args.warmups, args.dummy)
             figures = peers | figures
+            seen["transformers' options, tried"] = tried
         eager = measure_ours(
             model, load, rounds[: args.warmups + 1], folder, args, "--enforce-eager"
         )

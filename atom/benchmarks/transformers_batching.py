@@ -1,9 +1,10 @@
 """transformers' own continuous batching as a process that runs one load a line: the peer of the throughput benchmarks.
 
 Reads JSON lines ``{"prompts": [[id, ...], ...], "output_len": N, ...}`` and answers each with ``{"duration": seconds,
-"output_tokens": N}``. A line may name ``threads``, ``max_batch_tokens`` (all prompts in flight by default) and
-``cuda_graphs`` (transformers' own choice by default). The client is in-process: nothing of HTTP is in its figures. The first
-thing it says is ``ready``, and the bytes that the weights take.
+"output_tokens": N}``. A line may name ``threads``, ``max_batch_tokens`` (all prompts in flight by default),
+``cuda_graphs`` (transformers' own choice by default) and ``room`` (tokens of output that the cache holds for each request,
+``output_len`` by default). The client is in-process: nothing of HTTP is in its figures. The first thing it says is ``ready``,
+and the bytes that the weights take.
 
 On a GPU the manager is kept between loads of the same options, so that its set-up and captures are in the first alone.
 """
@@ -76,7 +77,7 @@ class _Server:
             torch.cuda.empty_cache()
         self._options = options
         longest = max(map(len, prompts))
-        pages = -(-(longest + output_len) // args.page_size)
+        pages = -(-(longest + options.get("room", output_len)) // args.page_size)
         # Sized for the load: all requests in flight fit the cache and can prefill in one step.
         batching = ContinuousBatchingConfig(
             page_size=args.page_size,

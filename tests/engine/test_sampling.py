@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atom.engine.protocol import SamplingParams
-from atom.engine.sampling import RequestSampler, choose, token_logprobs
+from atom.engine.sampling import RequestSampler, choose, sample_rows, token_logprobs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -20.0]])
 
@@ -77,3 +77,40 @@ def test_logprobs_are_of_the_unscaled_distribution():
 def test_more_logprobs_than_tokens_are_cut():
     (some,) = token_logprobs(LOGITS, [0], [20])
     assert len(some.top) == 5
+
+
+CUTS = [
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 0.5, "top_k": 3},
+    {"temperature": 2.0, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1e-30, "top_p": 0.99},
+    {"temperature": 1.0, "top_k": 1000},
+]
+
+
+def samplers(kinds: list[dict]) -> list[RequestSampler]:
+    return [
+        RequestSampler(SamplingParams(max_tokens=1, seed=i, **kind)) for i, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_rows_drawn_together_are_those_drawn_one_by_one(count):
+    logits = torch.randn(count, 300, generator=torch.Generator().manual_seed(2)) * 3
+    alone, together = samplers(CUTS[:count]), samplers(CUTS[:count])
+    for _ in range(50):
+        assert sample_rows(logits, together, cut=True) == choose(logits, alone)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_rows_drawn_together_follow_the_distribution(cut):
+    (sampler,) = samplers([{"temperature": 1.5}])
+    tokens = [sample_rows(LOGITS, [sampler], cut=cut)[0] for _ in range(4000)]
+    found = torch.bincount(torch.tensor(tokens), minlength=5).double() / 4000
+    expected = torch.softmax(LOGITS[0].double() / 1.5, 0)
+    assert (found - expected).abs().max() < 0.04
+
+
+def test_likeliest_tokens_that_are_known_are_taken_as_they_are():
+    greedy, sampled = samplers([{"temperature": 0}, {"temperature": 1.0, "top_k": 1}])
+    assert choose(LOGITS.expand(2, -1), [greedy, sampled], [3, 3]) == [3, 0]
