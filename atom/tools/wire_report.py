@@ -1,6 +1,7 @@
 """``python -m atom.tools.wire_report``: what each wire would move for a model and a batch, from sizes alone.
 
-Formulas and their derivation: :mod:`atom.wire.traffic`.
+With ``--simulate``, how long that would take on given hardware (:mod:`atom.tools.simulation`). Formulas and their derivation:
+:mod:`atom.wire.traffic`, :mod:`atom.wire.cost_model`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from rich.table import Table
 
 from atom.errors import REFUSED_EXIT_STATUS, LaunchRefused
 from atom.moe.mori_arena import symmetric_memory
+from atom.tools import simulation
 from atom.tools.model_args import DEFAULT_TOKENS, Model, add_arguments, model_from
+from atom.wire.cost_model import Hardware
 from atom.wire.format import Wire
 from atom.wire.traffic import WireTraffic, expected_ranks, layer_traffic
 
@@ -23,7 +26,8 @@ from atom.wire.traffic import WireTraffic, expected_ranks, layer_traffic
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="python -m atom.tools.wire_report", description="Bytes that each dispatch wire moves."
+        prog="python -m atom.tools.wire_report",
+        description="Bytes that each dispatch wire moves, and with --simulate their time.",
     )
     add_arguments(result, "--config", "--model")
     result.add_argument(
@@ -41,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         help="steps a second, for bytes a second",
     )
     result.add_argument("--json", action="store_true", help="print JSON")
+    simulation.add_arguments(result)
     return result
 
 
@@ -156,8 +161,10 @@ def size(value: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; the exit status is 2 when the sizes are refused."""
-    args = parser().parse_args(argv)
+    """Print the report; the exit status is 2 when the sizes or the hardware are refused."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         for name in ("tokens", "ep_size", "steps_per_second"):
             value = getattr(args, name)
@@ -165,20 +172,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise LaunchRefused(
                     f"--{name.replace('_', '-')} {value} must be greater than zero."
                 )
+        simulation.check_flags(args, flags)
+        hardware = simulation.hardware_from(args)
+        if args.check:
+            _print_check(hardware, as_json=args.json)
+            return 0
         model = model_from(args, max_tokens=args.tokens)
         if model is None:
             raise LaunchRefused(
                 "Nothing to report on: give --config DIR, or --hidden H with further sizes."
             )
-        data = report(model, tokens=args.tokens, steps_per_second=args.steps_per_second)
+        if args.simulate:
+            data = simulation.simulate(model, hardware, tokens=args.tokens)
+        else:
+            data = report(model, tokens=args.tokens, steps_per_second=args.steps_per_second)
     except LaunchRefused as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED_EXIT_STATUS
     if args.json:
         print(json.dumps(data, indent=2))
+    elif args.simulate:
+        simulation.show(data, hardware, console)
     else:
-        show(data, Console(width=None if sys.stdout.isatty() else 160))
+        show(data, console)
     return 0
+
+
+def _print_check(hardware: Hardware, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(simulation.check(hardware), indent=2))
+    else:
+        print(f"{simulation.describe(hardware)}\n\n{simulation.check_table(hardware)}")
 
 
 if __name__ == "__main__":
