@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'atom[gpu]')")
+
 from atom.engine import loading
 from atom.engine.batching import BatchLimits, ContinuousBatcher
 from atom.engine.norms import use_fused_norms

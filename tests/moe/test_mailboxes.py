@@ -134,9 +134,11 @@ def open_where(rank: int, how: str) -> tuple[bool, int]:
         with mock.patch.object(os, "stat", stat):
             boxes = Mailboxes.open(dist.group.WORLD, ROOM)
     elif how == "another file" and rank == 1:
-        with mock.patch.object(mailboxes.secrets, "token_bytes", lambda n: bytes(n)):
-            with mock.patch.object(mailboxes.os, "pread", lambda *a: b"?"):
-                boxes = Mailboxes.open(dist.group.WORLD, ROOM)
+        with (
+            mock.patch.object(mailboxes.secrets, "token_bytes", lambda n: bytes(n)),
+            mock.patch.object(mailboxes.os, "pread", lambda *a: b"?"),
+        ):
+            boxes = Mailboxes.open(dist.group.WORLD, ROOM)
     else:
         boxes = Mailboxes.open(dist.group.WORLD, ROOM)
     return boxes is not None, len(os.listdir("/proc/self/fd")) - before
