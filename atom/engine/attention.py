@@ -54,7 +54,7 @@ def narrow(value: Any) -> Any:
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "nnan", "arcp"})
-def _attend_row(
+def attend_row(
     q: np.ndarray,
     key_SHD: np.ndarray,
     value_SHD: np.ndarray,
@@ -138,7 +138,7 @@ def _attend_short(
             for head in range(num_heads):
                 for d in range(size):
                     q[d] = widen(query_QGD[row, head, d]) * scale
-                total = _attend_row(
+                total = attend_row(
                     q,
                     key_SHD,
                     value_SHD,

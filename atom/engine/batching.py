@@ -29,6 +29,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from atom.engine import attention
 from atom.engine.cuda_graphs import DecodeGraphs
+from atom.engine.decode_layer import use_fused_decode
 from atom.engine.paged_cache import pad_latents, sized_for_latents
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
 from atom.engine.sampling import RequestSampler, choose, token_logprobs
@@ -95,7 +96,10 @@ def _use_paged_attention(model: nn.Module) -> bool:
         from atom.engine import attention_triton
 
         return attention_triton.use_paged_attention(model)
-    return attention.use_paged_attention(model)
+    fits = attention.use_paged_attention(model)
+    if fits:
+        use_fused_decode(model)
+    return fits
 
 
 class _StepManager(ContinuousBatchingManager):

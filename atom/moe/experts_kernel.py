@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from atom.moe import experts_tile, raw_memory
+from atom.moe import experts_tile, raw_memory, vector_code
 from atom.moe.compiled import kernel
 from atom.moe.experts_tile import COLUMNS, LANES, ROWS, VNNI, double_e2m1_block, multiply_rows
 from atom.moe.raw_memory import (
@@ -81,7 +81,7 @@ def scratch_bytes(hidden: int, inter: int, operand_bytes: int, rows: int) -> int
     return min(rows, CHUNK) * row + GROUP * group
 
 
-@kernel(experts_tile, raw_memory, mx_kernels)
+@kernel(experts_tile, vector_code, raw_memory, mx_kernels)
 def experts_layer(
     layers,
     codes,

@@ -30,6 +30,24 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from atom.moe.vector_code import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    add_product,
+    call,
+    constant,
+    load,
+    load_bf16,
+    spread,
+    store,
+    zeroed_sums,
+)
 from atom.wire.format import BLOCK
 
 VNNI, PLAIN = range(2)
@@ -39,8 +57,6 @@ ROWS = 8
 
 COLUMNS = 32
 """Columns of one pass: two vectors of 16."""
-
-LANES = 16
 
 RAISED = 12
 """What is added to twice a weight to make it unsigned."""
@@ -58,9 +74,6 @@ NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 FACTOR = {VNNI: 0.25, PLAIN: 0.5}
 """The strategy's constant: ``VNNI`` doubles both sides, ``PLAIN`` the weights."""
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F32 = ir.FloatType()
-INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES = ir.VectorType(I8, 64)
 
 
@@ -71,74 +84,38 @@ def vector_instructions() -> bool:
     return all(features.get(name, False) for name in needed)
 
 
-def _all(vector: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(vector, [value] * vector.count)
-
-
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
-
-
-def _load(b: ir.IRBuilder, address: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
-    value = b.load(b.inttoptr(b.add(address, I64(offset)), kind.as_pointer()))
-    value.align = 1
-    return value
-
-
-def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A 32-bit scalar in all lanes."""
-    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
-    first = b.insert_element(undefined, value, I32(0))
-    return b.shuffle_vector(first, undefined, _all(INTS, 0))
-
-
-def _slots(b: ir.IRBuilder, rows: int) -> list[list[ir.Value]]:
-    """Variables for one float32 vector a row and half of the columns, set to zero; LLVM keeps them in registers."""
-    slots = [[cgutils.alloca_once(b, FLOATS) for _ in range(2)] for _ in range(rows)]
-    for slot in (slot for pair in slots for slot in pair):
-        b.store(_all(FLOATS, 0.0), slot)
-    return slots
-
-
-def _add_to(b: ir.IRBuilder, slot: ir.Value, left: ir.Value, right: ir.Value) -> None:
-    """``slot += left * right``; one rounding or two make no difference where the product is exact."""
-    product = b.fmul(left, right, flags=("contract",))
-    b.store(b.fadd(b.load(slot), product, flags=("contract",)), slot)
-
-
 # A strategy's block: the rows' and their aux's addresses and that of the weights at this block, to dot products.
 
 
 def _vnni_block(b: ir.IRBuilder, rows: list, auxes: list, weights: ir.Value) -> list:
     table = ir.Constant(BYTES, [int(2 * v) + RAISED for v in E2M1] * 4)
-    sums = [[_spread(b, _load(b, aux, 4, I32))] * 2 for aux in auxes]
+    sums = [[spread(b, load(b, aux, 4, I32))] * 2 for aux in auxes]
     for eight in range(BLOCK // 8):
-        words = [_load(b, weights, 128 * eight + 64 * v, INTS) for v in range(2)]
+        words = [load(b, weights, 128 * eight + 64 * v, INTS) for v in range(2)]
         for half in range(2):
             columns = []
             for word in words:
-                shifted = b.lshr(word, _all(INTS, 4)) if half else word
-                index = b.and_(b.bitcast(shifted, BYTES), _all(BYTES, 0xF))
-                value = _call(b, "llvm.x86.avx512.pshuf.b.512", BYTES, table, index)
+                shifted = b.lshr(word, constant(INTS, 4)) if half else word
+                index = b.and_(b.bitcast(shifted, BYTES), constant(BYTES, 0xF))
+                value = call(b, "llvm.x86.avx512.pshuf.b.512", BYTES, table, index)
                 columns.append(b.bitcast(value, INTS))
             for r, row in enumerate(rows):
-                four = _spread(b, _load(b, row, 8 * eight + 4 * half, I32))
+                four = spread(b, load(b, row, 8 * eight + 4 * half, I32))
                 name = "llvm.x86.avx512.vpdpbusd.512"
-                sums[r] = [_call(b, name, INTS, sums[r][v], columns[v], four) for v in range(2)]
+                sums[r] = [call(b, name, INTS, sums[r][v], columns[v], four) for v in range(2)]
     return [[b.sitofp(value, FLOATS) for value in pair] for pair in sums]
 
 
 def _plain_block(b: ir.IRBuilder, rows: list, auxes: list, weights: ir.Value) -> list:
-    slots = _slots(b, len(rows))
+    slots = zeroed_sums(b, len(rows))
     with cgutils.for_range(b, I64(BLOCK)) as loop:
         at = b.add(weights, b.mul(loop.index, I64(COLUMNS)))
         small = ir.VectorType(I8, LANES)
-        columns = [b.sitofp(_load(b, at, LANES * v, small), FLOATS) for v in range(2)]
+        columns = [b.sitofp(load(b, at, LANES * v, small), FLOATS) for v in range(2)]
         for row, pair in zip(rows, slots, strict=True):
-            element = _spread(b, _load(b, b.add(row, b.mul(loop.index, I64(4))), 0, F32))
+            element = spread(b, load(b, b.add(row, b.mul(loop.index, I64(4))), 0, F32))
             for slot, column in zip(pair, columns, strict=True):
-                _add_to(b, slot, element, column)
+                add_product(b, slot, element, column)
     return [[b.load(slot) for slot in pair] for pair in slots]
 
 
@@ -149,10 +126,10 @@ def _emit(b: ir.IRBuilder, strategy: int, count: int, args: list[ir.Value]) -> N
     """The whole pass for ``count`` rows."""
     operand, operand_stride, index, aux, aux_stride, weights, scales, blocks, *rest = args
     out, out_stride, half_stride = rest
-    numbers = [_load(b, index, 8 * r, I64) for r in range(count)]
+    numbers = [load(b, index, 8 * r, I64) for r in range(count)]
     rows = [b.add(operand, b.mul(number, operand_stride)) for number in numbers]
     auxes = [b.add(aux, b.mul(number, aux_stride)) for number in numbers]
-    slots = _slots(b, count)
+    slots = zeroed_sums(b, count)
 
     def at(address: ir.Value, block: ir.Value, width: int) -> ir.Value:
         return b.add(address, b.mul(block, I64(width)))
@@ -163,19 +140,15 @@ def _emit(b: ir.IRBuilder, strategy: int, count: int, args: list[ir.Value]) -> N
         weights_here = at(weights, loop.index, WEIGHT_BLOCK_BYTES[strategy])
         dots = _BLOCKS[strategy](b, here, aux_here, weights_here)
         scales_here = at(scales, loop.index, 2 * COLUMNS)
-        columns = []
-        for v in range(2):
-            half = _load(b, scales_here, 2 * LANES * v, ir.VectorType(I16, LANES))
-            columns.append(b.bitcast(b.shl(b.zext(half, INTS), _all(INTS, 16)), FLOATS))
+        columns = [load_bf16(b, scales_here, 2 * LANES * v) for v in range(2)]
         for pair, dot, row_aux in zip(slots, dots, aux_here, strict=True):
-            factor = _spread(b, _load(b, row_aux, 0, F32))
+            factor = spread(b, load(b, row_aux, 0, F32))
             for v in range(2):
-                _add_to(b, pair[v], b.fmul(dot[v], factor), columns[v])
+                add_product(b, pair[v], b.fmul(dot[v], factor), columns[v])
     for r, pair in enumerate(slots):
         row_out = b.add(out, b.mul(I64(r), out_stride))
         for v in range(2):
-            address = b.add(row_out, b.mul(I64(v), half_stride))
-            b.store(b.load(pair[v]), b.inttoptr(address, FLOATS.as_pointer())).align = 4
+            store(b, b.load(pair[v]), b.add(row_out, b.mul(I64(v), half_stride)))
 
 
 @intrinsic
@@ -226,23 +199,23 @@ def double_e2m1_block(typingctx, codes, values, start):
 
     def codegen(context, b, signature, args):
         codes, values, start = args
-        pairs = _load(b, codes, 0, ir.VectorType(I8, BLOCK // 2))
+        pairs = load(b, codes, 0, ir.VectorType(I8, BLOCK // 2))
         # In 16-bit lanes the low nibble stays in the low byte and the high nibble moves to the high byte.
         wide = b.zext(pairs, ir.VectorType(I16, BLOCK // 2))
-        low = b.and_(wide, _all(wide.type, 0xF))
-        high = b.shl(b.lshr(wide, _all(wide.type, 4)), _all(wide.type, 8))
+        low = b.and_(wide, constant(wide.type, 0xF))
+        high = b.shl(b.lshr(wide, constant(wide.type, 4)), constant(wide.type, 8))
         code = b.bitcast(b.or_(low, high), ir.VectorType(I8, BLOCK))
         # 0 1 2 3 4 6 8 12 is the code itself up to 4, and a shifted (2 + mantissa) above.
-        magnitude = b.and_(code, _all(code.type, 7))
-        mantissa = b.or_(b.and_(magnitude, _all(code.type, 1)), _all(code.type, 2))
-        exponent = b.lshr(magnitude, _all(code.type, 1))
-        normal = b.lshr(b.shl(mantissa, exponent), _all(code.type, 1))
-        small = b.icmp_unsigned("<", magnitude, _all(code.type, 2))
+        magnitude = b.and_(code, constant(code.type, 7))
+        mantissa = b.or_(b.and_(magnitude, constant(code.type, 1)), constant(code.type, 2))
+        exponent = b.lshr(magnitude, constant(code.type, 1))
+        normal = b.lshr(b.shl(mantissa, exponent), constant(code.type, 1))
+        small = b.icmp_unsigned("<", magnitude, constant(code.type, 2))
         value = b.select(small, magnitude, normal)
-        negative = b.icmp_unsigned(">", code, _all(code.type, 7))
-        value = b.select(negative, b.sub(_all(code.type, 0), value), value)
+        negative = b.icmp_unsigned(">", code, constant(code.type, 7))
+        value = b.select(negative, b.sub(constant(code.type, 0), value), value)
         b.store(value, b.inttoptr(values, value.type.as_pointer())).align = 1
-        total = _call(
+        total = call(
             b,
             f"llvm.vector.reduce.add.v{BLOCK}i16",
             I16,
