@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from atom.engine import attention
 from atom.engine.cuda_graphs import DecodeGraphs
-from atom.engine.decode_layer import use_fused_decode
+from atom.engine.decode_step import use_decode_step
 from atom.engine.paged_cache import pad_latents, sized_for_latents
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
 from atom.engine.sampling import RequestSampler, choose, token_logprobs
@@ -98,7 +98,7 @@ def _use_paged_attention(model: nn.Module) -> bool:
         return attention_triton.use_paged_attention(model)
     fits = attention.use_paged_attention(model)
     if fits:
-        use_fused_decode(model)
+        use_decode_step(model)
     return fits
 
 

@@ -67,6 +67,36 @@ def scratch_floats(hidden: int, joint: int, attended: int, experts: int) -> int:
 
 
 @kernel(attention, decode_gemm, raw_memory, vector_code)
+def head(
+    hidden: int,
+    rows: int,
+    width: int,
+    norm: int,
+    epsilon: float,
+    weights: int,
+    outputs: int,
+    logits: np.ndarray,
+) -> None:
+    """The last norm and the projection to the vocabulary.
+
+    Args:
+        hidden: address of bf16 ``[R, C]``; ``width`` is C.
+        norm: of a bf16 vector. epsilon: its own.
+        weights: of the packed matrix with ``outputs`` outputs.
+        logits: float32 ``[R, padded(outputs)]`` out, rounded to bf16.
+    """
+    hidden_RC = carray(u16_pointer(hidden), (rows, width))
+    norm_C = carray(u16_pointer(norm), (width,))
+    x = np.empty((rows, width), np.float32)
+    for r in range(rows):
+        _norm(hidden_RC[r], norm_C, np.float32(epsilon), x[r])
+    _project(x, width, weights, outputs, logits)
+    for r in range(rows):
+        for n in range(outputs):
+            logits[r, n] = _rounded(logits[r, n])
+
+
+@kernel(attention, decode_gemm, raw_memory, vector_code)
 def decode_layer(
     layers: np.ndarray,
     rows: int,

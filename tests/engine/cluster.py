@@ -61,7 +61,7 @@ def generate(
     mega = create_mega_moe(geometry, recipe, choice, group=group, device=device, environ=environ)
     model = loading.load_model(path, config, mega, group=group)
     logits: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda *call: logits.append(call[-1].clone()))
+    model.register_forward_hook(lambda *call: logits.append(call[-1].logits.clone()))
 
     messages: list[Down] = []
     epoch = 0
