@@ -29,6 +29,7 @@ from atom.moe.exchange import (
     SocketExchange,
 )
 from atom.moe.experts import CpuExperts
+from atom.moe.few_rows import FewRows, Outcome
 from atom.moe.mailboxes import Mailboxes
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize, quantize_into
@@ -151,6 +152,18 @@ class DistributedMegaMoE:
         self._experts = _experts(geometry, recipe, choice.a_operand, device)
         self._scale_bytes = layout.scale_bytes
         self._operand = WireLayout.of(choice.a_operand, geometry.hidden)
+        self._few: FewRows | None = None
+        if isinstance(self._exchange, MailboxExchange):
+            assert isinstance(self._rows, CpuRows) and isinstance(self._experts, CpuExperts)
+            self._few = FewRows(
+                geometry,
+                choice.wire,
+                self._operand,
+                self._form,
+                self._rows,
+                self._experts,
+                self._exchange,
+            )
         self._buffers = [Buffer(device) for _ in range(6)]
         self._outbound, self._inbound, self._results, self._returned = self._buffers[:4]
         self._codes, self._scales = self._buffers[4:]
@@ -175,7 +188,14 @@ class DistributedMegaMoE:
         Raises:
             ValueError: tensors other than that says, more than ``max_tokens`` of them, or an id that is no expert's.
         """
-        dispatched, handle = self.dispatch(hidden_states, topk_weights, topk_ids)
+        tensors = self._checked(hidden_states, topk_weights, topk_ids)
+        few = None if self._few is None else self._few.run(*tensors, weights)
+        if few is not None and few.out is not None:
+            self._count_dispatch(few.sent)
+            self._count_combine(few.received)
+            self.counters.calls += 1
+            return few.out
+        dispatched, handle = self._dispatch(*tensors) if few is None else self._late(few)
         results = self.compute(dispatched, weights)
         self.counters.calls += 1
         return self.combine(results, handle)
@@ -191,7 +211,11 @@ class DistributedMegaMoE:
         Returns:
             What arrived, valid until the next call, and what :meth:`combine` needs.
         """
-        hidden_states, topk_weights, topk_ids = self._checked(hidden_states, topk_weights, topk_ids)
+        return self._dispatch(*self._checked(hidden_states, topk_weights, topk_ids))
+
+    def _dispatch(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[Dispatched, Handle]:
         tokens = hidden_states.shape[0]
         if self._exchange is None:
             codes, scales = quantize(hidden_states, self._a_operand.wire)
@@ -216,6 +240,21 @@ class DistributedMegaMoE:
         self._exchange.finish()
         self._count_dispatch(sent)
         handle = Handle(tokens=tokens, plan=plan, sent=sent, received=received)
+        return self._unpacked(arrived), handle
+
+    def _late(self, few: Outcome) -> tuple[Dispatched, Handle]:
+        """Go on where rows of other ranks did not fit into messages: what is missing comes now."""
+        assert self._exchange is not None
+        own, width = len(few.own), self._form.bytes
+        arrived = self._inbound.take(own + sum(few.received), width)
+        arrived[:own] = few.own
+        nothing = self._outbound.take(0, width)
+        self._exchange.deliver(arrived[own:], nothing, few.received, [0] * len(few.sent))
+        self._exchange.finish()
+        self._count_dispatch(few.sent)
+        handle = Handle(
+            tokens=len(few.plan.slots), plan=few.plan, sent=few.sent, received=few.received
+        )
         return self._unpacked(arrived), handle
 
     def compute(self, dispatched: Dispatched, weights: ExpertWeights) -> torch.Tensor:
@@ -251,7 +290,7 @@ class DistributedMegaMoE:
         outbound = results[own:].view(torch.uint8)
         self._exchange.start(returned, outbound, handle.sent, handle.received)
         self._exchange.finish()
-        self.counters.combine += outbound.numel()
+        self._count_combine(handle.received)
         return self._rows.add(handle.plan, results[:own], returned.view(torch.bfloat16))
 
     def close(self) -> None:
@@ -316,6 +355,9 @@ class DistributedMegaMoE:
         counters.scales += rows * self._form.scales
         counters.routing += rows * (self._form.bytes - self._form.ids)
         counters.routing += COUNT_BYTES * (self._geometry.ep_size - 1)
+
+    def _count_combine(self, received: list[int]) -> None:
+        self.counters.combine += 2 * self._geometry.hidden * sum(received)
 
 
 class Buffer:

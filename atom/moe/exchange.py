@@ -231,7 +231,21 @@ class MailboxExchange(EagerExchange):
             mailboxes: of the group.
         """
         super().__init__(group, width, mailboxes.room // max(width, result_width))
-        self._mailboxes = mailboxes
+        self.mailboxes = mailboxes
+
+    @property
+    def fit(self) -> int:
+        """Rows that one rank gets through its mailbox, at most; their results fit the way back."""
+        return self._fit
+
+    def received(self, numbers: list[int]) -> tuple[list[int], bool]:
+        """What the numbers say that came with rows that were written into the mailboxes by others than this object.
+
+        Returns:
+            Rows that come from each rank, and whether some of them are to come yet, by :meth:`deliver`.
+        """
+        self._late = [bool(number & 1) for number in numbers]
+        return [number >> 1 for number in numbers], any(self._late)
 
     def start(
         self, out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]
@@ -245,10 +259,10 @@ class MailboxExchange(EagerExchange):
         self._take(out.numpy().reshape(-1), [count * width for count in received], self._late)
 
     def _swap(self, numbers: list[int], source: np.ndarray, sizes: list[int]) -> list[int]:
-        return self._mailboxes.swap(numbers, source, sizes)
+        return self.mailboxes.swap(numbers, source, sizes)
 
     def _take(self, target: np.ndarray, sizes: list[int], late: list[bool]) -> None:
-        self._mailboxes.take(target, sizes, late)
+        self.mailboxes.take(target, sizes, late)
 
     def close(self) -> None:
-        self._mailboxes.close()
+        self.mailboxes.close()

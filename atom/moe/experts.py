@@ -6,6 +6,7 @@ Shape suffixes: E local experts, I inter, H hidden, R rows, K topk.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -194,11 +195,9 @@ class CpuExperts:
         Raises:
             ValueError: an id is no expert's.
         """
-        needed = self._scratch_bytes(codes.shape[0])
-        if needed > self._scratch.size:
-            self._scratch = np.empty(needed, np.uint8)
-        done = kernel.experts_layer(
-            weights.prepared.layer,
+        self.run_at(
+            weights,
+            codes.shape[0],
             codes.data_ptr(),
             codes.stride(0),
             scales.data_ptr(),
@@ -207,13 +206,26 @@ class CpuExperts:
             topk_ids.stride(0) * 4,
             topk_weights.data_ptr(),
             topk_weights.stride(0) * 4,
-            codes.shape[0],
             out.data_ptr(),
             out.stride(0) * 2,
-            self._scratch,
+            check=lambda: check_ids(topk_ids, self._geometry),
         )
-        if not done:
-            check_ids(topk_ids, self._geometry)
+
+    def run_at(
+        self, weights: ExpertWeights, rows: int, *places: int, check: Callable[[], None]
+    ) -> None:
+        """:meth:`run` for tensors given as addresses, each with its row stride in bytes, in the same order.
+
+        Args:
+            check: called when an id is no expert's, to raise.
+        """
+        needed = self._scratch_bytes(rows)
+        if needed > self._scratch.size:
+            self._scratch = np.empty(needed, np.uint8)
+        *operands, out, out_stride = places
+        layer = weights.prepared.layer
+        if not kernel.experts_layer(layer, *operands, rows, out, out_stride, self._scratch):
+            check()
 
 
 @dataclass(frozen=True, kw_only=True)

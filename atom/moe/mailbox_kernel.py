@@ -46,7 +46,7 @@ _helper = njit(nogil=True, error_model="numpy")
 
 
 @_helper
-def _acquire(semaphore, yields, sleep_ns):
+def acquire(semaphore, yields, sleep_ns):
     """Take one from a semaphore: offer the core to others up to ``yields`` times, then sleep up to ``sleep_ns``."""
     for _ in range(yields):
         if _sem_trywait(semaphore) == 0:
@@ -66,6 +66,19 @@ def _slot(channel, slot, room):
     return channel + HEAD + slot * (SLOT_HEAD + room)
 
 
+@_helper
+def message(channel, slot, room):
+    """Address of the bytes of a slot's message."""
+    return _slot(channel, slot, room) + SLOT_HEAD
+
+
+@_helper
+def send_message(channel, slot, room, number):
+    """Hand a message over whose bytes are in place."""
+    carray(i64_pointer(_slot(channel, slot, room)), 1)[0] = number
+    _sem_post(channel + LINE)
+
+
 @_kernel
 def post(channels, numbers, source, sizes, first, slot, room, yields, sleep_ns):
     """Put a message into the given slot of each channel from ``first`` on; a channel 0 is passed over.
@@ -79,12 +92,10 @@ def post(channels, numbers, source, sizes, first, slot, room, yields, sleep_ns):
     """
     for r in range(channels.shape[0]):
         if r >= first and channels[r] != 0:
-            if not _acquire(channels[r], yields, sleep_ns):
+            if not acquire(channels[r], yields, sleep_ns):
                 return r
-            at = _slot(channels[r], slot, room)
-            carray(i64_pointer(at), 1)[0] = numbers[r]
-            copy_bytes(at + SLOT_HEAD, source, sizes[r])
-            _sem_post(channels[r] + LINE)
+            copy_bytes(message(channels[r], slot, room), source, sizes[r])
+            send_message(channels[r], slot, room, numbers[r])
         source += sizes[r]
     return -1
 
@@ -98,7 +109,7 @@ def await_messages(channels, numbers, first, slot, room, yields, sleep_ns):
     """
     for r in range(first, channels.shape[0]):
         if channels[r] != 0:
-            if not _acquire(channels[r] + LINE, yields, sleep_ns):
+            if not acquire(channels[r] + LINE, yields, sleep_ns):
                 return r
             numbers[r] = carray(i64_pointer(_slot(channels[r], slot, room)), 1)[0]
     return -1
@@ -109,7 +120,7 @@ def take(channels, slot, room, sizes, skip, target):
     """Copy ``sizes[r]`` bytes from the given slot of each channel to ``target``, one rank's after another's."""
     for r in range(channels.shape[0]):
         if channels[r] != 0 and not skip[r]:
-            copy_bytes(target, _slot(channels[r], slot, room) + SLOT_HEAD, sizes[r])
+            copy_bytes(target, message(channels[r], slot, room), sizes[r])
         target += sizes[r]
 
 

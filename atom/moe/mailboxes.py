@@ -56,7 +56,11 @@ class _Inbox:
 class Mailboxes:
     """A channel from every rank of a group to every other one. Made by :meth:`open`.
 
-    Every rank makes the same sequence of :meth:`swap` calls, from one thread.
+    Every rank makes the same sequence of exchanges, from one thread: :meth:`swap`, or its parts.
+
+    Attributes:
+        room: bytes of a message at most.
+        outgoing: addresses of the channels to the other ranks, int64 ``[W]``, 0 at this rank's place. incoming: likewise.
     """
 
     def __init__(self, rank: int, files: list[int], room: int, timeout: float) -> None:
@@ -72,12 +76,12 @@ class Mailboxes:
         self._maps = [mmap.mmap(fd, 0) for fd in files]
         starts = [np.frombuffer(m, np.uint8).ctypes.data for m in self._maps]
         size = len(files)
-        self._outgoing = np.zeros(size, np.int64)
-        self._incoming = np.zeros(size, np.int64)
+        self.outgoing = np.zeros(size, np.int64)
+        self.incoming = np.zeros(size, np.int64)
         for peer in range(size):
             if peer != rank:
-                self._outgoing[peer] = starts[peer] + _channel(rank, room)
-                self._incoming[peer] = starts[rank] + _channel(peer, room)
+                self.outgoing[peer] = starts[peer] + _channel(rank, room)
+                self.incoming[peer] = starts[rank] + _channel(peer, room)
         self._numbers = np.zeros(size, np.int64)
         self._sizes = np.zeros(size, np.int64)
         self._skip = np.zeros(size, np.bool_)
@@ -120,47 +124,73 @@ class Mailboxes:
         Raises:
             RuntimeError: a peer is gone, or did not come within the timeout.
         """
-        assert self._files, "these mailboxes are closed"
-        assert max(sizes) <= self.room, f"{sizes} bytes do not fit into messages of {self.room}"
-        if self._held:
-            kernel.release(self._incoming)
-        self._slot = (self._slot + 1) % kernel.SLOTS
+        wait = self.begin()
         self._numbers[:] = numbers
-        self._sizes[:] = sizes
-        mine = (self._numbers, source.ctypes.data, self._sizes)
-        wait = (self._slot, self.room, _YIELDS, _SLEEP_NS)
-        self._until_done(lambda first: kernel.post(self._outgoing, *mine, first, *wait))
+        self._post(source.ctypes.data, sizes, wait)
+        return self.await_messages(wait)
+
+    def begin(self) -> tuple[int, int, int, int]:
+        """Start an exchange: the messages of the last one may be overwritten from now on.
+
+        Returns:
+            Which slot of a channel the messages take, ``room``, and how a kernel is to wait: the last arguments of those of
+            :mod:`atom.moe.mailbox_kernel`.
+        """
+        assert self._files, "these mailboxes are closed"
+        if self._held:
+            kernel.release(self.incoming)
+            self._held = False
+        self._slot = (self._slot + 1) % kernel.SLOTS
+        return self._slot, self.room, _YIELDS, _SLEEP_NS
+
+    def post(self, source: int, sizes: Sequence[int], wait: tuple[int, int, int, int]) -> None:
+        """Send each other rank the next ``sizes[r]`` bytes of the memory at address ``source``, with number 0."""
         self._numbers[:] = 0
-        self._until_done(
-            lambda first: kernel.await_messages(self._incoming, self._numbers, first, *wait)
-        )
+        self._post(source, sizes, wait)
+
+    def _post(self, source: int, sizes: Sequence[int], wait: tuple[int, int, int, int]) -> None:
+        assert max(sizes) <= self.room, f"{sizes} bytes do not fit into messages of {self.room}"
+        self._sizes[:] = sizes
+        mine = (self._numbers, source, self._sizes)
+        self.until_done(lambda first: kernel.post(self.outgoing, *mine, first, *wait))
+
+    def await_messages(self, wait: tuple[int, int, int, int]) -> list[int]:
+        """Wait for the other ranks' messages of an exchange that :meth:`begin` began; returns their numbers."""
+        numbers = self._numbers
+        numbers[:] = 0
+        self.until_done(lambda first: kernel.await_messages(self.incoming, numbers, first, *wait))
         self._held = True
-        return self._numbers.tolist()
+        return numbers.tolist()
 
     def take(self, target: np.ndarray, sizes: Sequence[int], skip: Sequence[bool]) -> None:
-        """Copy the messages that the last swap brought into ``target``, rank after rank.
+        """Copy the messages that the last exchange brought into ``target``, rank after rank.
 
         Args:
             target: contiguous. sizes: bytes of each rank's message; this rank's place is left as it is.
             skip: further ranks whose places are left.
         """
+        self.take_at(target.ctypes.data, sizes, skip)
+
+    def take_at(self, target: int, sizes: Sequence[int], skip: Sequence[bool]) -> None:
+        """:meth:`take` to an address."""
         self._sizes[:] = sizes
         self._skip[:] = skip
-        kernel.take(
-            *(self._incoming, self._slot, self.room),
-            *(self._sizes, self._skip, target.ctypes.data),
-        )
+        kernel.take(self.incoming, self._slot, self.room, self._sizes, self._skip, target)
 
     def close(self) -> None:
         """Give the memory back. Calling it twice is harmless."""
-        self._outgoing[:] = 0
-        self._incoming[:] = 0
+        self.outgoing[:] = 0
+        self.incoming[:] = 0
         self._maps = []
         while self._files:
             os.close(self._files.pop())
 
-    def _until_done(self, step: Callable[[int], int]) -> None:
-        """Repeat ``step`` from the peer that kept it waiting until it answers -1."""
+    def until_done(self, step: Callable[[int], int]) -> None:
+        """Repeat ``step``, a kernel that takes a rank to go on from, from the rank that kept it waiting until it answers -1.
+
+        Raises:
+            RuntimeError: that rank is gone, or did not come within the timeout.
+        """
         peer = step(0)
         if peer < 0:
             return

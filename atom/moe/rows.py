@@ -127,7 +127,7 @@ class CpuRows:
         self._form = form
         block_bytes = {Wire.BF16: 2 * BLOCK, Wire.FP8: BLOCK, Wire.FP4: BLOCK // 2}[wire]
         selector = {Wire.BF16: -1, Wire.FP8: mx_kernels.BF16_FP8, Wire.FP4: mx_kernels.BF16_FP4}
-        self._shape = np.zeros(1, kernel.ROW)
+        self.shape = np.zeros(1, kernel.ROW)
         for name, value in {
             "selector": selector[wire],
             "blocks": geometry.hidden // BLOCK,
@@ -143,21 +143,21 @@ class CpuRows:
             "rank": geometry.ep_rank,
             "local": geometry.local_experts,
         }.items():
-            self._shape[name] = value
+            self.shape[name] = value
 
     def plan(self, topk_ids: torch.Tensor) -> RoutePlan:
         tokens = topk_ids.shape[0]
         slots = np.empty((tokens, self._geometry.ep_size), np.int32)
         counts = np.empty(self._geometry.ep_size, np.int64)
         starts = np.empty(self._geometry.ep_size, np.int64)
-        bad = kernel.plan_rows(self._shape, topk_ids.data_ptr(), tokens, slots, counts, starts)
+        bad = kernel.plan_rows(self.shape, topk_ids.data_ptr(), tokens, slots, counts, starts)
         if bad >= 0:
             check_ids(topk_ids, self._geometry)
         return RoutePlan(counts=counts.tolist(), slots=slots, starts=starts)
 
     def pack(self, plan, hidden_states, topk_ids, topk_weights, out) -> None:
         kernel.pack_rows(
-            self._shape,
+            self.shape,
             plan.slots,
             plan.starts,
             hidden_states.data_ptr(),
@@ -168,7 +168,7 @@ class CpuRows:
 
     def pack_own(self, plan, hidden_states, topk_ids, topk_weights, sent, out) -> None:
         kernel.pack_own_rows(
-            self._shape,
+            self.shape,
             plan.slots,
             plan.starts,
             hidden_states.data_ptr(),
@@ -181,7 +181,7 @@ class CpuRows:
     def add(self, plan, own, returned) -> torch.Tensor:
         out = torch.empty(len(plan.slots), self._geometry.hidden, dtype=torch.bfloat16)
         kernel.add_rows(
-            self._shape,
+            self.shape,
             plan.slots,
             plan.starts,
             own.data_ptr(),

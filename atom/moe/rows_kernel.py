@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from atom.moe import raw_memory
+from atom.moe import mailbox_kernel, raw_memory
 from atom.moe.compiled import kernel
+from atom.moe.mailbox_kernel import acquire, message, send_message
 from atom.moe.raw_memory import bits_to_f32, i32_pointer, to_bf16, u16_pointer
 from atom.wire import mx_kernels
 from atom.wire.format import BLOCK
@@ -33,7 +34,7 @@ ROW = np.dtype(
     ]
 )
 
-_kernel = kernel(raw_memory, mx_kernels)
+_kernel = kernel(mailbox_kernel, raw_memory, mx_kernels)
 _helper = njit(nogil=True, error_model="numpy")
 
 
@@ -46,7 +47,11 @@ def plan_rows(rows, ids, tokens, slots, counts, starts):
     Returns:
         The first position whose id is no expert's, or -1.
     """
-    row = rows[0]
+    return _plan(rows[0], ids, tokens, slots, counts, starts)
+
+
+@_helper
+def _plan(row, ids, tokens, slots, counts, starts):
     topk, local, ranks = row.topk, row.local, row.ranks
     expert_ids = carray(i32_pointer(ids), (tokens, topk))
     counts[:] = 0
@@ -129,20 +134,91 @@ def pack_own_rows(rows, slots, starts, hidden_states, ids, weights, sent, out):
 def add_rows(rows, slots, starts, own, returned, out):
     """``out[t]`` is the sum of token t's partial results, bf16, in rank order, float32 in between."""
     row = rows[0]
+    parts = np.empty(row.ranks, np.int64)
+    for r in range(row.ranks):
+        parts[r] = own if r == row.rank else returned + 2 * row.hidden * starts[r]
+    _add(row, slots, slots.shape[0], parts, out)
+
+
+@_helper
+def _add(row, slots, tokens, parts, out):
+    """``parts[r]`` is the address of the results that rank r gave."""
     hidden = row.hidden
     total = np.empty(hidden, np.float32)
-    for t in range(slots.shape[0]):
+    for t in range(tokens):
         total[:] = 0
         for r in range(row.ranks):
             slot = slots[t, r]
             if slot < 0:
                 continue
-            at = own + 2 * hidden * slot
-            if r != row.rank:
-                at = returned + 2 * hidden * (starts[r] + slot)
-            part = carray(u16_pointer(at), hidden)
+            part = carray(u16_pointer(parts[r] + 2 * hidden * slot), hidden)
             for n in range(hidden):
                 total[n] += bits_to_f32(np.int32(part[n]) << np.int32(16))
         result = carray(u16_pointer(out + 2 * hidden * t), hidden)
         for n in range(hidden):
             result[n] = to_bf16(total[n])
+
+
+# The same steps between ranks that share memory (atom.moe.few_rows): rows are written where their reader finds them.
+
+
+@_kernel
+def plan_few(rows, ids, hidden_states, weights, tokens, fit, slots, counts, starts, own):
+    """:func:`plan_rows`, and this rank's own rows to address ``own``.
+
+    Returns:
+        As plan_rows; -2 where more than ``fit`` rows go to one other rank, and nothing was written.
+    """
+    row = rows[0]
+    bad = _plan(row, ids, tokens, slots, counts, starts)
+    if bad >= 0:
+        return bad
+    for r in range(row.ranks):
+        if r != row.rank and counts[r] > fit:
+            return -2
+    for t in range(tokens):
+        if slots[t, row.rank] >= 0:
+            _write_row(row, t, hidden_states, ids, weights, own + slots[t, row.rank] * row.bytes)
+    return -1
+
+
+@_kernel
+def send_few(
+    rows, ids, hidden_states, weights, tokens, slots, counts, own, channels, first, slot, room, yields, sleep_ns
+):  # fmt: skip
+    """Put the other ranks' rows into the given slot of their channels, once all of these are free.
+
+    Rows that this rank has too are copied from address ``own``. The first channel from ``first`` on that does not become
+    free in time is returned, or -1.
+    """
+    row = rows[0]
+    for r in range(first, row.ranks):
+        if channels[r] != 0 and not acquire(channels[r], yields, sleep_ns):
+            return r
+    for t in range(tokens):
+        source = 0
+        if slots[t, row.rank] >= 0:
+            source = own + slots[t, row.rank] * row.bytes
+        for r in range(row.ranks):
+            if r == row.rank or slots[t, r] < 0:
+                continue
+            target = message(channels[r], slot, room) + slots[t, r] * row.bytes
+            if source:
+                copy_bytes(target, source, row.bytes)
+            else:
+                _write_row(row, t, hidden_states, ids, weights, target)
+                source = target
+    for r in range(row.ranks):
+        if channels[r] != 0:
+            send_message(channels[r], slot, room, 2 * counts[r])
+    return -1
+
+
+@_kernel
+def add_few(rows, slots, tokens, own, channels, slot, room, out):
+    """:func:`add_rows` of what lies in the given slot of each channel."""
+    row = rows[0]
+    parts = np.empty(row.ranks, np.int64)
+    for r in range(row.ranks):
+        parts[r] = own if r == row.rank else message(channels[r], slot, room)
+    _add(row, slots, tokens, parts, out)

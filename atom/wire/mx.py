@@ -73,6 +73,27 @@ def quantize(x: torch.Tensor, fmt: Wire | str) -> tuple[torch.Tensor, torch.Tens
     return codes, scales
 
 
+def quantize_at(
+    fmt: Wire | str, source: int, stride: int, rows: int, hidden: int, codes: int, scales: int
+) -> None:
+    """:func:`quantize` of bf16 rows at an address, ``stride`` bytes apart, to contiguous codes and scales at two others."""
+    blocks, code_bytes = hidden // BLOCK, _CODE_BYTES[fmt]
+    kernels.quantize_rows(
+        _SELECTOR[torch.bfloat16, fmt],
+        source,
+        stride,
+        2 * BLOCK,
+        rows,
+        blocks,
+        codes,
+        blocks * code_bytes,
+        code_bytes,
+        scales,
+        blocks,
+        blocks,
+    )
+
+
 def quantize_into(
     x: torch.Tensor,
     fmt: Wire | str,
