@@ -17,8 +17,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +56,53 @@ QWEN3_30B_A3B = {
 }
 """Sizes of the published model's config.json."""
 
-PEER_OPTIONS: tuple[dict[str, Any], ...] = (
-    {"max_batch_tokens": 2048, "cuda_graphs": False},
-    {"max_batch_tokens": 8192, "cuda_graphs": False},
-    {"max_batch_tokens": 2048, "cuda_graphs": True},
+PEER_OPTIONS: tuple[tuple[dict[str, Any], ...], ...] = (
+    (
+        {"max_batch_tokens": 2048, "cuda_graphs": False},
+        {"max_batch_tokens": 8192, "cuda_graphs": False},
+    ),
+    ({"max_batch_tokens": 2048, "cuda_graphs": True},),
 )
+"""Options of transformers that are tried, those of one process together."""
 
 
 _TRIAL_TOKENS = 32
 """Tokens out of each request where transformers' options are tried."""
 
 
-def measure(
-    name: str, run: Callable[[Sequence[Prompt]], float], prompts: Sequence[Sequence[Prompt]]
-) -> list[float]:
-    """One figure for each list of prompts."""
-    figures = []
-    for each in prompts:
-        figures.append(run(each))
-        print(f"{name}: {figures[-1]:.0f} total tok/s", file=sys.stderr, flush=True)
-    return figures
+class Results:
+    """Figures by contender and what else was seen, written to a file whenever something is added.
+
+    A run of this benchmark takes minutes on a machine that may be lent for as long: what was measured is kept.
+    """
+
+    def __init__(self, load: Load, path: Path | None) -> None:
+        self._load = load
+        self._path = path
+        self.figures: dict[str, list[float]] = {}
+        self.seen: dict[str, Any] = {}
+
+    def add(self, name: str, figure: float) -> None:
+        """One counted load of a contender."""
+        self.figures.setdefault(name, []).append(figure)
+        print(f"{name}: {figure:.0f} total tok/s", file=sys.stderr, flush=True)
+        self.write()
+
+    def note(self, **seen: Any) -> None:
+        """Something else that was seen."""
+        self.seen |= seen
+        self.write()
+
+    def data(self) -> dict[str, Any]:
+        """The report, with ratios as soon as there is a peer."""
+        measured = any(name.startswith(PEER) for name in self.figures)
+        data = report(self.figures, self._load) if measured else {"figures": self.figures}
+        return data | {"seen": self.seen, "gpu": torch.cuda.get_device_name()}
+
+    def write(self) -> None:
+        """To the file, if there is one."""
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.data(), indent=2) + "\n", encoding="utf-8")
 
 
 def _name(options: dict[str, Any]) -> str:
@@ -84,32 +110,43 @@ def _name(options: dict[str, Any]) -> str:
 
 
 def measure_peer(
-    model: str, load: Load, rounds: Sequence[Sequence[Prompt]], warmups: int, dummy: bool
-) -> tuple[dict[str, list[float]], dict[str, float], int]:
-    """Figures of transformers with its best options, what all options gave when tried, and its weights' bytes."""
-    args = ["--device", "cuda", "--load-format", "dummy" if dummy else "auto"]
-    tried: dict[str, float] = {}
-    with TransformersPeer(model, load, args) as peer:
+    results: Results,
+    model: str,
+    load: Load,
+    rounds: Sequence[Sequence[Prompt]],
+    args: argparse.Namespace,
+    group: Sequence[dict[str, Any]],
+) -> None:
+    """Try transformers' options of one group; measure the best in full unless another group's did better."""
+    flags = ["--device", "cuda", "--load-format", "dummy" if args.dummy else "auto"]
+    tried: dict[str, float | str] = dict(results.seen.get("tried", {}))
+    with TransformersPeer(model, load, flags) as peer:
 
         def run(options: dict[str, Any], prompts: Sequence[Prompt], **more: int) -> float:
-            order = {**options, "room": load.tokens_out, **more}
-            answer = peer.throughput(prompts, **order)
-            what = f"{_name(options)}, {more.get('output_len', load.tokens_out)} tokens out"
-            print(f"{what}: {answer:.0f} (in and out) tok/s", file=sys.stderr, flush=True)
-            return answer
+            return peer.throughput(prompts, **{**options, "room": load.tokens_out, **more})
 
-        for options in PEER_OPTIONS:
-            # Twice the same lengths: the first load compiles, and captures whatever graphs the second one needs.
-            for prompts in rounds[:2]:
-                tried[_name(options)] = run(options, prompts, output_len=_TRIAL_TOKENS)
-        best = max(PEER_OPTIONS, key=lambda options: tried[_name(options)])
-        if best["cuda_graphs"]:
+        results.note(**{"peer's weights, GiB": peer.weight_bytes / 2**30})
+        for options in group:
+            name = _name(options)
+            try:
+                # Twice the same lengths: the first load compiles, and captures whatever graphs the second one needs.
+                for prompts in rounds[:2]:
+                    tried[name] = run(options, prompts, output_len=_TRIAL_TOKENS)
+                print(f"{name}, {_TRIAL_TOKENS} tokens out: {tried[name]:.0f}", file=sys.stderr)
+            except RuntimeError as error:
+                tried[name] = f"failed: {error}"
+                results.note(tried=tried)
+                return
+            results.note(tried=tried)
+        numbers = [value for value in tried.values() if isinstance(value, float)]
+        best = max(group, key=lambda options: tried[_name(options)])
+        if tried[_name(best)] < max(numbers):
+            return
+        if best["cuda_graphs"] or best != group[-1]:
+            # Graphs of the full length are captured here; without, its manager was given up for another one's.
             run(best, rounds[0])
-        elif best != PEER_OPTIONS[-1]:
-            # Its manager was given up for another one's.
-            run(best, rounds[0], output_len=_TRIAL_TOKENS)
-        figures = {_name(best): [run(best, prompts) for prompts in rounds[warmups:]]}
-        return figures, tried, peer.weight_bytes
+        for prompts in rounds[args.warmups :]:
+            results.add(_name(best), run(best, prompts))
 
 
 def our_server(model: str, load: Load, log: Path, args: argparse.Namespace, *more: str) -> Any:
@@ -121,29 +158,30 @@ def our_server(model: str, load: Load, log: Path, args: argparse.Namespace, *mor
 
 
 def measure_ours(
+    results: Results,
     model: str,
     load: Load,
     rounds: Sequence[Sequence[Prompt]],
     folder: Path,
     args: argparse.Namespace,
     *flags: str,
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Figures of our server, and what else was seen: start line, memory, metrics."""
+) -> None:
+    """Figures of our server, its start line, memory and metrics."""
     name = " ".join(("atom -tp 1", *flags))
     with our_server(model, load, folder / f"{len(flags)}.log", args, *flags) as server:
-        run = partial(server_throughput, server, model, load=load)
-        figures = measure(name, run, rounds)[args.warmups :]
+        for number, prompts in enumerate(rounds):
+            figure = server_throughput(server, model, prompts, load)
+            if number >= args.warmups:
+                results.add(name, figure)
         log = server.log.read_text(errors="replace")
-        seen = {
-            "startup": server.startup_lines(),
-            "memory": re.findall(r"GPU memory: .*", log),
-            "metrics": {
-                key: value
-                for key, value in server.metrics().items()
-                if "dispatch" in key or "moe_calls" in key
-            },
+        metrics = {
+            key: value
+            for key, value in server.metrics().items()
+            if "dispatch" in key or "moe_calls" in key
         }
-    return {name: figures}, seen
+        memory = re.findall(r"GPU memory: .*", log)
+        seen = {"startup": server.startup_lines(), "memory": memory, "metrics": metrics}
+        results.note(**{name: seen})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens_in=args.input_len,
         tokens_out=args.output_len,
     )
+    results = Results(load, args.json)
     with tempfile.TemporaryDirectory(prefix="atom-bench-") as name:
         folder = Path(name)
         args.dummy = args.model is None
@@ -165,28 +204,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             (Path(model) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         rounds = [load.prompts(i, vocab_size - 512) for i in range(args.warmups + args.repeats)]
-        figures, seen = measure_ours(model, load, rounds, folder, args)
-        weight_bytes = None
-        if not args.no_peer:
-            peers, tried, weight_bytes = measure_peer(model, load, rounds, args.warmups, args.dummy)
-            figures = peers | figures
-            seen["transformers' options, tried"] = tried
-        eager = measure_ours(
-            model, load, rounds[: args.warmups + 1], folder, args, "--enforce-eager"
-        )
-        figures |= eager[0]
-    if weight_bytes is not None:
-        seen["transformers' weights, GiB"] = weight_bytes / 2**30
-        data = report(figures, load) | {"seen": seen, "gpu": torch.cuda.get_device_name()}
-        print(data["gpu"], table(data), sep=", ")
-    else:
-        data = {"figures": figures, "seen": seen}
-        for name, values in figures.items():
+        measure_ours(results, model, load, rounds, folder, args)
+        groups = () if args.no_peer else PEER_OPTIONS
+        for group in groups[:1]:
+            measure_peer(results, model, load, rounds, args, group)
+        few = rounds[: args.warmups + 1]
+        measure_ours(results, model, load, few, folder, args, "--enforce-eager")
+        for group in groups[1:]:
+            measure_peer(results, model, load, rounds, args, group)
+    data = results.data()
+    if args.no_peer:
+        for name, values in results.figures.items():
             print(f"{name}: {statistics.median(values):.0f} total tok/s")
-    for key, value in seen.items():
+    else:
+        print(data["gpu"], table(data), sep=", ")
+    for key, value in results.seen.items():
         print(f"{key}: {value}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
