@@ -33,7 +33,7 @@ from atom.moe.few_rows import FewRows, Outcome
 from atom.moe.mailboxes import Mailboxes
 from atom.moe.mega_moe import Built, WireCounters
 from atom.moe.rows import CpuRows, RoutePlan, RowFormat, Rows, TorchRows, quantize, quantize_into
-from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
+from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry, check_call
 from atom.wire.format import AOperand, Wire, WireChoice, WireLayout, check_wire
 
 
@@ -188,7 +188,7 @@ class DistributedMegaMoE:
         Raises:
             ValueError: tensors other than that says, more than ``max_tokens`` of them, or an id that is no expert's.
         """
-        tensors = self._checked(hidden_states, topk_weights, topk_ids)
+        tensors = check_call(self._geometry, hidden_states, topk_weights, topk_ids)
         few = None if self._few is None else self._few.run(*tensors, weights)
         if few is not None and few.out is not None:
             self._count_dispatch(few.sent)
@@ -211,7 +211,7 @@ class DistributedMegaMoE:
         Returns:
             What arrived, valid until the next call, and what :meth:`combine` needs.
         """
-        return self._dispatch(*self._checked(hidden_states, topk_weights, topk_ids))
+        return self._dispatch(*check_call(self._geometry, hidden_states, topk_weights, topk_ids))
 
     def _dispatch(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -299,36 +299,6 @@ class DistributedMegaMoE:
             buffer.free()
         if self._exchange is not None:
             self._exchange.close()
-
-    def _checked(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        geometry = self._geometry
-        tokens = hidden_states.shape[0]
-        if hidden_states.dtype is not torch.bfloat16 or hidden_states.shape != (
-            tokens,
-            geometry.hidden,
-        ):
-            raise ValueError(
-                f"hidden_states is {hidden_states.dtype} {tuple(hidden_states.shape)}: give bfloat16 "
-                f"[tokens, {geometry.hidden}]."
-            )
-        routing = (tokens, geometry.topk)
-        if topk_ids.shape != routing or topk_weights.shape != routing:
-            raise ValueError(
-                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
-                f"{routing}: one entry for each of hidden_states' {tokens} tokens and each of topk={geometry.topk} choices."
-            )
-        if tokens > geometry.max_tokens:
-            raise ValueError(
-                f"{tokens} tokens on one rank exceed max_tokens={geometry.max_tokens}: raise "
-                f"--max-num-batched-tokens, or send fewer tokens a step."
-            )
-        return (
-            hidden_states.contiguous(),
-            topk_weights.to(torch.float32).contiguous(),
-            topk_ids.to(torch.int32).contiguous(),
-        )
 
     def _unpacked(self, arrived: torch.Tensor) -> Dispatched:
         """Views of packed rows; on a bf16 wire they are quantized here."""

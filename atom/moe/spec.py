@@ -1,4 +1,7 @@
-"""MoEGeometry and ExpertRecipe: what is fixed for a whole model; ExpertWeights: what differs per layer."""
+"""MoEGeometry and ExpertRecipe: what is fixed for a whole model; ExpertWeights: what differs per layer.
+
+And :func:`check_call`, which holds what a layer is called with against the geometry.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,49 @@ class MoEGeometry:
     def local_experts(self) -> int:
         """Experts that live on each rank; rank r holds ids ``r * local_experts`` onwards."""
         return self.experts // self.ep_size
+
+
+def check_call(
+    geometry: MoEGeometry,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a layer was called with, as kernels want it: contiguous, float32 weights, int32 ids.
+
+    Args:
+        geometry: sizes; T tokens, K topk and H hidden below.
+        hidden_states: bf16 ``[T, H]``. topk_weights: ``[T, K]``. topk_ids: ``[T, K]``.
+
+    Returns:
+        bf16 ``[T, H]``, float32 ``[T, K]`` and int32 ``[T, K]``; the arguments themselves where they are that already.
+
+    Raises:
+        ValueError: another dtype or shape, or more than ``max_tokens`` tokens.
+    """
+    tokens = hidden_states.shape[0]
+    row = (tokens, geometry.hidden)
+    if hidden_states.dtype is not torch.bfloat16 or hidden_states.shape != row:
+        raise ValueError(
+            f"hidden_states is {hidden_states.dtype} {tuple(hidden_states.shape)}: give bfloat16 "
+            f"[tokens, {geometry.hidden}]."
+        )
+    routing = (tokens, geometry.topk)
+    if topk_ids.shape != routing or topk_weights.shape != routing:
+        raise ValueError(
+            f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+            f"{routing}: one entry for each of hidden_states' {tokens} tokens and each of topk={geometry.topk} choices."
+        )
+    if tokens > geometry.max_tokens:
+        raise ValueError(
+            f"{tokens} tokens on one rank exceed max_tokens={geometry.max_tokens}: raise --max-num-batched-tokens, "
+            f"or send fewer tokens a step."
+        )
+    return (
+        hidden_states.contiguous(),
+        topk_weights.to(torch.float32).contiguous(),
+        topk_ids.to(torch.int32).contiguous(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from atom.errors import LaunchRefused
 from atom.moe.mega_moe import Built, WireCounters
-from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
+from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry, check_call
 from atom.wire.format import Wire, WireChoice, WireLayout, check_wire
 
 try:
@@ -440,32 +440,10 @@ class SymmetricMegaMoE:
     def _checked(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments of a call as the kernels want them: contiguous, float32 weights, int32 ids."""
+        """See :func:`~atom.moe.spec.check_call`; a closed one has no arena to write into."""
         if not self._arenas:
             raise ValueError("this MegaMoE is closed: build another one.")
-        g = self._geometry
-        tokens = hidden_states.shape[0]
-        if hidden_states.dtype is not torch.bfloat16 or hidden_states.shape != (tokens, g.hidden):
-            raise ValueError(
-                f"hidden_states is {hidden_states.dtype} {tuple(hidden_states.shape)}: give bfloat16 "
-                f"[tokens, {g.hidden}]."
-            )
-        routing = (tokens, g.topk)
-        if topk_ids.shape != routing or topk_weights.shape != routing:
-            raise ValueError(
-                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
-                f"{routing}: one entry for each of hidden_states' {tokens} tokens and each of topk={g.topk} choices."
-            )
-        if tokens > g.max_tokens:
-            raise ValueError(
-                f"{tokens} tokens on one rank exceed max_tokens={g.max_tokens}: raise --max-num-batched-tokens, or "
-                f"send fewer tokens a step."
-            )
-        return (
-            hidden_states.contiguous(),
-            topk_weights.to(torch.float32).contiguous(),
-            topk_ids.to(torch.int32).contiguous(),
-        )
+        return check_call(self._geometry, hidden_states, topk_weights, topk_ids)
 
 
 class VirtualRanks:
