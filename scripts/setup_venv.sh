@@ -4,7 +4,7 @@
 # Usage: scripts/setup_venv.sh        progress goes to stderr; stdout holds the path alone
 #
 # Variables:
-#   ATOM_VENV    the environment's folder (default: .venv in the checkout)
+#   ATOM_VENV    the environment's folder (default: .venv in the checkout); it serves one checkout
 #   ATOM_TORCH   the torch requirement, installed before everything else (default: torch==2.13.0). Set but empty:
 #                take the torch that the machine's python has (a ROCm or CUDA image, with aiter and mori beside it)
 #   PYTHON       the interpreter to make it with, 3.11 or later (default: the first of python3.12, python3.11, python3)
@@ -74,6 +74,29 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
 
+# An environment imports atom from one checkout. One that lies in this checkout is ours, whatever it says: a copied or
+# moved checkout still holds the path it was made in.
+refuse_shared() {
+    local other
+    other="$("$venv_python" - "$root" "$venv" <<'PY'
+import json, sys, sysconfig
+from importlib.metadata import distributions
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+root, venv = (Path(path).resolve() for path in sys.argv[1:])
+for found in distributions(name="atom", path=[sysconfig.get_path("purelib")]):
+    url = urlparse(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
+    other = Path(unquote(url.path))
+    if url.scheme == "file" and other != root and (other / "pyproject.toml").exists() and root not in venv.parents:
+        print(other)
+PY
+    )"
+    [ -z "$other" ] || refuse "the environment $venv runs the checkout $other, and would run $root instead of it." \
+        "Give each checkout its own: unset ATOM_VENV, or set it to another folder." \
+        "If $other needs its environment no more, remove $venv and start again."
+}
+
 # Two scripts started together must not run pip in the same environment.
 if command -v flock >/dev/null; then
     exec 9<"$root"
@@ -90,6 +113,7 @@ fi
 
 wanted="$(fingerprint)"
 if [ ! -f "$stamp" ] || [ "$(cat -- "$stamp")" != "$wanted" ]; then
+    refuse_shared
     rm -f -- "$stamp"
     "$venv_python" -m pip --version >/dev/null 2>&1 || "$venv_python" -m ensurepip --upgrade >&2
     # An editable install from pyproject.toml alone needs pip 21.3.

@@ -31,7 +31,11 @@ def test_ci_calls_the_test_script() -> None:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with a package, one test and the scripts, in a folder with a space in its path."""
-    place = tmp_path_factory.mktemp("set-up") / "a copy of it"
+    return check_out(tmp_path_factory.mktemp("set-up") / "a copy of it")
+
+
+def check_out(place: Path) -> Path:
+    """Put into ``place`` what a set-up needs of a checkout."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "atom/__init__.py", *SHELL_SCRIPTS):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, place / name)
@@ -100,6 +104,40 @@ def test_test_script_passes_on_what_it_found(checkout: Path) -> None:
         unformatted.unlink()
     assert bad.returncode == 1, bad.stdout
     assert "1 passed in " in bad.stdout and "would reformat" in bad.stdout
+
+
+def test_an_environment_serves_one_checkout(checkout: Path, tmp_path: Path) -> None:
+    env = set_up_environment()
+    python = python_of(run(checkout / "scripts" / "setup_venv.sh", env=env))
+    other = check_out(tmp_path / "another copy")
+    shared = {**env, "ATOM_VENV": str(checkout / ".venv")}
+    refused = run(other / "scripts" / "setup_venv.sh", env=shared)
+    assert refused.returncode == 1
+    assert "Installing" not in refused.stdout
+    for said in (f"{checkout}/.venv runs the checkout {checkout}", str(other), "unset ATOM_VENV"):
+        assert said in refused.stdout
+    # The first checkout's environment is as it was: nothing is installed again.
+    assert run(checkout / "scripts" / "setup_venv.sh", env=env).stdout == python + "\n"
+
+
+def test_a_copied_or_moved_checkout_may_set_up_again(checkout: Path, tmp_path: Path) -> None:
+    env = set_up_environment()
+    python_of(run(checkout / "scripts" / "setup_venv.sh", env=env))
+    # How far a set-up comes shows in what it installs first.
+    env["ATOM_TORCH"] = "torch==0.0.7"
+    copied = shutil.copytree(checkout, tmp_path / "copied", symlinks=True)
+    assert "Installing torch==0.0.7\n" in run(copied / "scripts" / "setup_venv.sh", env=env).stdout
+
+    moved = check_out(tmp_path / "moved")
+    env["ATOM_VENV"] = str(copied / ".venv")
+    refused = run(moved / "scripts" / "setup_venv.sh", env=env)
+    assert f"runs the checkout {checkout}," in refused.stdout
+    gone = checkout.rename(tmp_path / "gone")
+    try:
+        result = run(moved / "scripts" / "setup_venv.sh", env=env)
+    finally:
+        gone.rename(checkout)
+    assert "Installing torch==0.0.7\n" in result.stdout
 
 
 def test_failed_set_up_is_tried_again(checkout: Path) -> None:
