@@ -92,8 +92,9 @@ def test_seeds_of_choices_are_consecutive() -> None:
     assert seed_of_choice(SamplingParams(max_tokens=1), 1) is None
 
 
-def test_neutral_values_that_clients_send_are_accepted() -> None:
-    completion(
+def test_neutral_values_that_clients_send_change_nothing() -> None:
+    limits = {"prompt_tokens": 1, "max_model_len": 99}
+    neutral = completion(
         best_of=2,
         n=2,
         suffix=None,
@@ -105,7 +106,9 @@ def test_neutral_values_that_clients_send_are_accepted() -> None:
         response_format={"type": "text"},
         stream=False,
     )
-    chat(tools=[], tool_choice="none", modalities=["text"], store=False, logit_bias=None)
+    assert completion_sampling(neutral, **limits) == completion_sampling(completion(n=2), **limits)
+    neutral = chat(tools=[], tool_choice="none", modalities=["text"], store=False, logit_bias=None)
+    assert chat_sampling(neutral, **limits) == chat_sampling(chat(), **limits)
 
 
 @pytest.mark.parametrize(

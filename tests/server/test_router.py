@@ -271,7 +271,12 @@ def test_messages_to_a_rank_that_is_gone_are_harmless(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         mailbox = Mailbox(eager=True)
         request = bench.submit(1, 1, mailbox)
+        # Whoever watches the process fails the router; until then requests come and go as ever.
+        assert bench.router.in_flight == 1 and bench.router.ranks[request.rank].requests == 1
         bench.router.cancel(request, "cancelled")
         bench.router.stop()
+        assert bench.finished == [(request.request_id, "cancelled")]
+        assert [(view.requests, view.tokens) for view in bench.router.ranks] == [(0, 0), (0, 0)]
+        await asyncio.wait_for(bench.router.wait_idle(), 1)
 
     with_router(tmp_path, 2, test)

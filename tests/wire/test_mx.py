@@ -248,17 +248,16 @@ def test_quantize_into_packed_rows(fmt, dtype, gather):
     )
 
 
-def test_quantize_into_nothing():
-    buffer, layout = packed_rows("fp4", 0, 64)
-    payload, scales = buffer[:, : layout.payload_bytes], buffer[:, layout.payload_bytes :]
-    mx.quantize_into(torch.zeros(0, 64).bfloat16(), "fp4", payload, scales)
-    mx.quantize_into(
-        torch.zeros(3, 64).bfloat16(),
-        "fp4",
-        payload,
-        scales,
-        rows=torch.zeros(0, dtype=torch.int32),
-    )
+def test_quantize_into_nothing_writes_nothing():
+    x = torch.randn(3, 64).bfloat16()
+    buffer, layout = packed_rows("fp4", 3, 64)
+    payload = buffer[:0, : layout.payload_bytes]
+    scales = buffer[:0, layout.payload_bytes : layout.row_bytes]
+    for nothing in (x[:0], torch.zeros(0, 64).bfloat16()):
+        mx.quantize_into(nothing, "fp4", payload, scales)
+        assert (buffer == 0xA5).all()
+    mx.quantize_into(x, "fp4", payload, scales, rows=torch.zeros(0, dtype=torch.int32))
+    assert (buffer == 0xA5).all()
 
 
 @pytest.mark.parametrize("bad", [-1, 3], ids=["negative", "past the end"])
