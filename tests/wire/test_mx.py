@@ -253,9 +253,7 @@ def test_quantize_into_nothing_writes_nothing():
     buffer, layout = packed_rows("fp4", 3, 64)
     payload = buffer[:0, : layout.payload_bytes]
     scales = buffer[:0, layout.payload_bytes : layout.row_bytes]
-    for nothing in (x[:0], torch.zeros(0, 64).bfloat16()):
-        mx.quantize_into(nothing, "fp4", payload, scales)
-        assert (buffer == 0xA5).all()
+    mx.quantize_into(x[:0], "fp4", payload, scales)
     mx.quantize_into(x, "fp4", payload, scales, rows=torch.zeros(0, dtype=torch.int32))
     assert (buffer == 0xA5).all()
 
