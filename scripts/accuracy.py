@@ -31,14 +31,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server_process import (
-    ROOT,
+ROOT = Path(__file__).resolve().parent.parent
+
+# --matrix runs where nothing is installed, and must find the package's modules that need nothing.
+sys.path.insert(0, str(ROOT))
+from atom.benchmarks.server_process import (  # noqa: E402
+    Progress,
     ServerExited,
-    ServerProcess,
     free_port,
     get_json,
     interrupt_on_signals,
     post_json,
+    start_openai_server,
 )
 
 CATALOG = ROOT / ".github" / "benchmark" / "models.json"
@@ -272,11 +276,11 @@ def launch_and_judge(entry: dict[str, Any], task: Task) -> bool:
     """:func:`judge` a server launched for it."""
     server_args = ["--model", local_model(entry["path"]), *entry["args"]]
     log = ROOT / "logs" / f"accuracy-{entry['name']}.log"
-    with ServerProcess(
+    with start_openai_server(
         server_args, port=free_port(), log=log, env=server_environment(entry)
     ) as server:
         try:
-            seconds = server.wait_until_healthy(HEALTH_TIMEOUT_S)
+            seconds = server.wait_until_healthy(HEALTH_TIMEOUT_S, Progress())
             print(f"{entry['name']}: healthy after {seconds:.1f} s", flush=True)
             print("\n".join(server.startup_lines()), flush=True)
             return judge(entry, server.url, task)

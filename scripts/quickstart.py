@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 import openai
 
-from server_process import (
+from atom.benchmarks.server_process import (
     ROOT,
     STARTUP_MARK,
+    Progress,
     ServerExited,
     ServerProcess,
     interrupt_on_signals,
     port_is_free,
+    start_openai_server,
 )
 
 HOST = "127.0.0.1"
@@ -128,9 +130,9 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"Starting: {wire}python -m atom.entrypoints.openai_server {' '.join(server_args)}")
     print(f"Log:      {log}", flush=True)
-    with ServerProcess(server_args, host=HOST, port=args.port, log=log) as server:
+    with start_openai_server(server_args, host=HOST, port=args.port, log=log) as server:
         try:
-            seconds = server.wait_until_healthy(HEALTH_TIMEOUT_S)
+            seconds = server.wait_until_healthy(HEALTH_TIMEOUT_S, Progress())
             print(f"Healthy after {seconds:.1f} s at {server.url}\n")
             lines = server.startup_lines()
             print("\n".join(lines) or f"No line in the log says {STARTUP_MARK!r}.")

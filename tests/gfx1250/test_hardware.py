@@ -16,10 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from atom.benchmarks.server_process import (
+    ServerExited,
+    ServerProcess,
+    free_port,
+    start_openai_server,
+)
 from atom.errors import REFUSED_EXIT_STATUS
 from atom.moe.spec import ExpertRecipe, ExpertWeights, MoEGeometry
 from atom.wire import mx
-from scripts.server_process import ServerExited, ServerProcess, free_port
 from tests.gfx1250.doubles import core
 from tests.ranks import run_ranks
 
@@ -164,7 +169,7 @@ def _server(ranks: int, model: Path, log: Path, **environ: str) -> ServerProcess
     if ranks > 1:
         args += ["--enable-expert-parallel", "--enable-dp-attention"]
     env = {**os.environ, **environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return ServerProcess(args, port=free_port(), log=log, env=env)
+    return start_openai_server(args, port=free_port(), log=log, env=env)
 
 
 @pytest.mark.gfx1250

@@ -1,4 +1,4 @@
-"""A server started from a script: its process, its log, waiting until it is healthy, and stopping it cleanly.
+"""A server that a script or a benchmark starts: its process, its log, waiting until it is healthy, stopping it cleanly.
 
 Only the standard library, so that a script can say what is wrong before anything is installed.
 """
@@ -18,9 +18,9 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 STARTUP_MARK = "[MORI-V2] Created MegaMoE"
 STOP_TIMEOUT_S = 45.0
 """Seconds that a server gets between SIGTERM and SIGKILL: its drain of 30 s and the time to close."""
@@ -39,6 +39,10 @@ class ServerExited(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"the server exited with status {status}")
         self.status = status
+
+
+class BadStatus(OSError):
+    """A server answered with a status that is not 2xx; the message holds what it said."""
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -65,21 +69,27 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def get_json(url: str, timeout: float = 5.0) -> Any:
-    """The JSON that a GET of ``url`` answers.
+def get_text(url: str, timeout: float = 5.0) -> str:
+    """What a GET of ``url`` answers.
 
     Raises:
         urllib.error.URLError: no answer, or a status that is not 2xx.
     """
     with _OPENER.open(url, timeout=timeout) as response:
-        return json.load(response)
+        return str(response.read().decode())
+
+
+def get_json(url: str, timeout: float = 5.0) -> Any:
+    """The JSON that :func:`get_text` answers."""
+    return json.loads(get_text(url, timeout))
 
 
 def post_json(url: str, body: Any, timeout: float) -> Any:
     """The JSON that a POST of ``body`` answers.
 
     Raises:
-        OSError: no answer, or a status that is not 2xx; the message holds what the server said.
+        BadStatus: a status that is not 2xx.
+        OSError: no answer.
     """
     request = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
@@ -89,7 +99,7 @@ def post_json(url: str, body: Any, timeout: float) -> Any:
             return json.load(response)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:1000]
-        raise OSError(f"{url} answered {error.code}: {said}") from None
+        raise BadStatus(f"{url} answered {error.code}: {said}") from None
 
 
 def interrupt_on_signals() -> None:
@@ -133,44 +143,56 @@ class Progress:
 
 
 class ServerProcess:
-    """``python -m atom.entrypoints.openai_server`` in a session of its own, its output in a file.
+    """A server in a session of its own, its output in a file.
 
     Its own session keeps a terminal's Ctrl-C away from it, so that it ends once, through :meth:`stop`. As a context
     manager it stops on the way out.
 
     Args:
-        args: the server's arguments, without ``--host`` and ``--port``.
-        host: address it listens on.
-        port: port it listens on.
+        command: its command line.
+        url: where it will listen.
         log: file for its output, overwritten.
         env: its environment; None hands on this process's own.
+        cwd: its working folder; None hands on this process's own.
+        health: path that answers 200 once requests are taken.
     """
 
     def __init__(
         self,
-        args: Sequence[str],
+        command: Sequence[str],
         *,
-        port: int,
+        url: str,
         log: Path,
-        host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        health: str = "/health",
     ) -> None:
-        self.url = f"http://{host}:{port}"
+        self.url = url
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-u", "-m", "atom.entrypoints.openai_server", *args]
-        with log.open("wb") as output:
+        self._command, self._env, self._cwd, self._health = list(command), env, cwd, health
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def spawn(self) -> None:
+        """Start the process without waiting for health."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*command, "--host", host, "--port", str(port)],
-                cwd=ROOT,
-                env=env,
+                self._command,
+                cwd=self._cwd,
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def __enter__(self) -> ServerProcess:
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started; its ranks are its children."""
+        assert self._process is not None, "not started"
+        return self._process
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -192,26 +214,25 @@ class ServerProcess:
 
     def check(self) -> None:
         """Raise ServerExited when the server has ended."""
-        status = self._process.poll()
+        status = self.process.poll()
         if status is not None:
             raise ServerExited(status if status >= 0 else 128 - status)
 
     def healthy(self) -> bool:
-        """Whether ``/health`` answers 200."""
+        """Whether the path for it answers 200."""
         try:
-            with _OPENER.open(f"{self.url}/health", timeout=2.0):
+            with _OPENER.open(self.url + self._health, timeout=2.0):
                 return True
         except OSError:
             return False
 
-    def wait_until_healthy(self, timeout: float) -> float:
-        """Wait for health, showing the seconds gone by and the log's last line; return the seconds it took.
+    def wait_until_healthy(self, timeout: float, progress: Progress | None = None) -> float:
+        """Wait for health and return the seconds it took; ``progress`` shows them and the log's last line meanwhile.
 
         Raises:
             ServerExited: it ended first.
             TimeoutError: it was not healthy after ``timeout`` seconds.
         """
-        progress = Progress()
         start = time.monotonic()
         try:
             while True:
@@ -221,25 +242,52 @@ class ServerProcess:
                     return seconds
                 if seconds > timeout:
                     raise TimeoutError(f"the server was not healthy after {timeout:.0f} s")
-                progress.show(seconds, (self.log_lines() or ["starting"])[-1])
-                time.sleep(0.25)
+                if progress is not None:
+                    progress.show(seconds, (self.log_lines() or ["starting"])[-1])
+                time.sleep(0.1)
         finally:
-            progress.end()
+            if progress is not None:
+                progress.end()
 
     def wait(self) -> NoReturn:
         """Wait until the server ends, then raise ServerExited."""
-        self._process.wait()
+        self.process.wait()
         self.check()
         raise AssertionError("a process that was waited for has a status")
 
     def stop(self) -> int:
-        """End the server: SIGTERM, then SIGKILL for its whole session when it does not follow; return its status."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        """End the server: SIGTERM, then SIGKILL for its whole session when it does not follow; return its status, 0 for one
+        that was not started. Calling it twice is harmless."""
+        process = self._process
+        if process is None:
+            return 0
+        if process.poll() is None:
+            process.terminate()
             try:
-                self._process.wait(STOP_TIMEOUT_S)
+                process.wait(STOP_TIMEOUT_S)
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        status = self._process.returncode
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        status = process.returncode
         return status if status >= 0 else 128 - status
+
+
+def start_openai_server(
+    args: Sequence[str],
+    *,
+    port: int,
+    log: Path,
+    host: str = "127.0.0.1",
+    env: Mapping[str, str] | None = None,
+) -> ServerProcess:
+    """Start ``python -m atom.entrypoints.openai_server`` in the checkout.
+
+    Args:
+        args: the server's arguments, without ``--host`` and ``--port``. host, port: where it listens.
+        log, env: see :class:`ServerProcess`.
+    """
+    command = [sys.executable, "-u", "-m", "atom.entrypoints.openai_server", *args]
+    command += ["--host", host, "--port", str(port)]
+    server = ServerProcess(command, url=f"http://{host}:{port}", log=log, env=env, cwd=ROOT)
+    server.spawn()
+    return server
