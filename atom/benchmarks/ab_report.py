@@ -25,6 +25,22 @@ def write_report(data: dict[str, Any], folder: Path) -> str:
     return text
 
 
+def figures_table(data: dict[str, Any]) -> list[str]:
+    """The four figures of each wire, and how the others' differ from the first one's: lines of a markdown table."""
+    wires = data["wires"]
+    first, *others = wires
+    lines = [
+        "| | " + " | ".join(wires) + " | " + " | ".join(f"{w} vs {first}" for w in others) + " |",
+        "|---" * (1 + len(wires) + len(others)) + "|",
+    ]
+    for key, (name, _) in ROWS.items():
+        cells = [_figure(wires[w]["figures"][key]) for w in wires]
+        base = wires[first]["figures"][key]["median"]
+        cells += [_change(wires[w]["figures"][key]["median"], base) for w in others]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def markdown(data: dict[str, Any], plots: list[str]) -> str:
     """The report as text; every figure is a median with its range."""
     wires, load = data["wires"], data["load"]
@@ -36,20 +52,14 @@ def markdown(data: dict[str, Any], plots: list[str]) -> str:
         "",
         f"{data['model']}, {data['ranks']} ranks, A operand {'fp8' if data['a8w4'] else 'fp4'}, routing {routing}; "
         f"{load['requests']} requests, {load['in_flight']} in flight, {load['tokens_in']} tokens in, "
-        f"{load['tokens_out']} out, greedy. Medians and ranges of {data['repeats']} servers a wire, in turn.",
+        f"{load['tokens_out']} out, greedy. Medians and ranges of {_repetitions(data)}.",
         "",
         f"Machine: {data['machine']}",
         "",
         f"    {data['command']}",
         "",
-        "| | " + " | ".join(wires) + " | " + " | ".join(f"{w} vs {first}" for w in others) + " |",
-        "|---" * (1 + len(wires) + len(others)) + "|",
+        *figures_table(data),
     ]
-    for key, (name, _) in ROWS.items():
-        cells = [_figure(wires[w]["figures"][key]) for w in wires]
-        base = wires[first]["figures"][key]["median"]
-        cells += [_change(wires[w]["figures"][key]["median"], base) for w in others]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "## Bytes sent between ranks during the load", ""]
     lines.append(
         "| part | "
@@ -74,7 +84,7 @@ def markdown(data: dict[str, Any], plots: list[str]) -> str:
     else:
         lines.append(
             f"{data['probes']} greedy prompts, one at a time: texts and log probabilities were equal in all "
-            f"{data['repeats'] * len(wires)} servers."
+            f"{len(wires) * (1 if data['servers_kept'] else data['repeats'])} servers."
         )
     failed = {w: item["failed"] for w, item in wires.items()}
     lines += ["", "Failed requests: " + ", ".join(f"{w} {n}" for w, n in failed.items()) + "."]
@@ -83,6 +93,17 @@ def markdown(data: dict[str, Any], plots: list[str]) -> str:
     lines += ["```", ""]
     lines += [f"![{name}]({name})" for name in plots]
     return "\n".join(lines) + "\n"
+
+
+def _repetitions(data: dict[str, Any]) -> str:
+    made = (
+        f"{data['repeats']} repetitions"
+        if data["servers_kept"]
+        else f"{data['repeats']} servers a wire"
+    )
+    if data["repeats"] < data["repeats_asked"]:
+        made += f" (of {data['repeats_asked']} asked for: time was up)"
+    return made + ", in turn" + (", on one server a wire" if data["servers_kept"] else "")
 
 
 def _figure(value: dict[str, Any]) -> str:

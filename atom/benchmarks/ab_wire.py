@@ -7,6 +7,10 @@ first answers a probe, prompts one at a time, whose texts and log probabilities 
 then the load, the same for all wires and another in each repetition. Writes ``report.md``, ``report.json`` and PNG plots
 (matplotlib, from the extra ``bench``) to ``--out``.
 
+Where time is short: ``--keep-servers`` starts one server a wire, beside each other, which answer the loads in turn;
+``--short-output-len`` makes probes and warm-up short; ``--seconds`` leaves out repetitions that would not end in time. The
+report says which were made, and is written anew after each.
+
 ``--a8w4`` sets AITER_FORCE_A8W4=1, for the fp8 wire. ``--fake-eplb`` balances routing (ATOM_FAKE_EPLB=1). Exit status: 0,
 1 when outputs differ or a request failed, 2 for wrong usage.
 """
@@ -20,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,60 +68,114 @@ class Run:
     rows: float
 
 
-def run_once(args: argparse.Namespace, wire: Wire, repeat: int, vocab_size: int) -> Run:
-    """Start a server on ``wire``, probe it, warm it up, load it, stop it.
+class _Served:
+    """A server on one wire that has answered the probe and is warm.
 
-    Raises:
-        ServerFailed: it did not start, does not run the wire, or does not answer.
+    Attributes:
+        wire: what it was asked for. startup_lines: what its ranks say they built. probe: its answers.
     """
-    env = {
-        "MEGA_WIRE": str(wire),
-        "AITER_FORCE_A8W4": str(int(args.a8w4)),
-        "ATOM_FAKE_EPLB": str(int(args.fake_eplb)),
-    }
-    log = args.out / f"server-{wire}-{repeat}.log"
-    with atom_server(
-        args.model, ranks=args.ranks, log=log, env=env, args=args.server_args
-    ) as server:
+
+    def __init__(
+        self, args: argparse.Namespace, wire: Wire, server: BenchServer, vocab_size: int
+    ) -> None:
+        """
+        Raises:
+            ServerFailed: it does not run the wire, or does not answer.
+        """
         version = server.get_json("/version")
         found = (version["wire"], version["fake_eplb"])
         if found != (str(wire), args.fake_eplb):
             raise ServerFailed(
                 f"asked for {wire} with fake_eplb={args.fake_eplb}, the server has {found}"
             )
-        probe = [
-            _probe(server, args.model, prompt) for prompt in _load(args, args.probes, 1, vocab_size)
+        self.wire = wire
+        self.startup_lines = server.startup_lines()
+        self._args, self._server, self._vocab_size = args, server, vocab_size
+        self._target = Target(base_url=server.url, model=args.model, ignore_eos=True)
+        short = args.short_output_len
+        self.probe = [
+            _probe(server, args.model, prompt)
+            for prompt in _load(args, args.probes, 1, vocab_size, short)
         ]
-        target = Target(base_url=server.url, model=args.model, ignore_eos=True)
-        warm = _load(args, args.warmups, 2, vocab_size)
-        asyncio.run(run_load(target, warm, max_concurrency=args.max_concurrency))
+        warm = _load(args, args.warmups, 2, vocab_size, short)
+        asyncio.run(run_load(self._target, warm, max_concurrency=args.max_concurrency))
+
+    def run(self, repeat: int) -> Run:
+        """Answer the load of a repetition.
+
+        Raises:
+            ServerFailed: the server does not answer.
+        """
+        args, server = self._args, self._server
         time.sleep(_SETTLE_S)
         before = server.metrics()
-        prompts = _load(args, args.num_prompts, 100 + repeat, vocab_size)
-        result = asyncio.run(run_load(target, prompts, max_concurrency=args.max_concurrency))
+        prompts = _load(args, args.num_prompts, 100 + repeat, self._vocab_size)
+        result = asyncio.run(run_load(self._target, prompts, max_concurrency=args.max_concurrency))
         time.sleep(_SETTLE_S)
         after = server.metrics()
-        lines = server.startup_lines()
 
-    def during(name: str) -> float:
-        return after.get(name, 0.0) - before.get(name, 0.0)
+        def during(name: str) -> float:
+            return after.get(name, 0.0) - before.get(name, 0.0)
 
-    return Run(
-        wire=wire,
-        repeat=repeat,
-        startup_lines=lines,
-        probe=probe,
-        summary=summarize(result),
-        sent={part: during(name) for part, name in BYTE_COUNTERS.items()},
-        rows=during(ROWS_COUNTER),
-    )
+        return Run(
+            wire=self.wire,
+            repeat=repeat,
+            startup_lines=self.startup_lines,
+            probe=self.probe,
+            summary=summarize(result),
+            sent={part: during(name) for part, name in BYTE_COUNTERS.items()},
+            rows=during(ROWS_COUNTER),
+        )
 
 
-def _load(args: argparse.Namespace, count: int, seed: int, vocab_size: int) -> list[Prompt]:
+def _server(args: argparse.Namespace, wire: Wire, name: str) -> BenchServer:
+    env = {
+        "MEGA_WIRE": str(wire),
+        "AITER_FORCE_A8W4": str(int(args.a8w4)),
+        "ATOM_FAKE_EPLB": str(int(args.fake_eplb)),
+    }
+    log = args.out / f"server-{wire}-{name}.log"
+    return atom_server(args.model, ranks=args.ranks, log=log, env=env, args=args.server_args)
+
+
+def run_once(args: argparse.Namespace, wire: Wire, repeat: int, vocab_size: int) -> Run:
+    """Start a server on ``wire``, probe it, warm it up, load it, stop it.
+
+    Raises:
+        ServerFailed: it did not start, does not run the wire, or does not answer.
+    """
+    with _server(args, wire, str(repeat)) as server:
+        return _Served(args, wire, server, vocab_size).run(repeat)
+
+
+class Deadline:
+    """Says whether another repetition ends in time, by the longest one so far."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._longest = 0.0
+        self._started: float | None = None
+
+    def allows_another(self) -> bool:
+        """Whether to start one; the first is always started."""
+        now = time.monotonic()
+        if self._started is not None:
+            self._longest = max(self._longest, now - self._started)
+        self._started = now
+        return self._end is None or not self._longest or now + self._longest <= self._end
+
+
+def _load(
+    args: argparse.Namespace,
+    count: int,
+    seed: int,
+    vocab_size: int,
+    output_len: int | None = None,
+) -> list[Prompt]:
     return random_prompts(
         count,
         input_len=args.input_len,
-        output_len=args.output_len,
+        output_len=output_len or args.output_len,
         vocab_size=vocab_size,
         seed=1000 * args.seed + seed,
     )
@@ -186,7 +245,9 @@ def collect(args: argparse.Namespace, runs: Sequence[Run]) -> dict[str, Any]:
             "tokens_in": args.input_len,
             "tokens_out": args.output_len,
         },
-        "repeats": args.repeats,
+        "repeats": len(runs) // len(args.wires),
+        "repeats_asked": args.repeats,
+        "servers_kept": args.keep_servers,
         "probes": args.probes,
         "differing_probes": differing_probes(runs),
         "wires": wires,
@@ -205,25 +266,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     vocab_size = config.get("vocab_size") or config["text_config"]["vocab_size"]
     args.out.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
-    with tqdm(total=args.repeats * len(args.wires), unit="run") as bar:
-        for repeat in range(args.repeats):
-            # Whatever drifts with time meets the wires in turn.
-            for wire in args.wires if repeat % 2 == 0 else reversed(args.wires):
-                bar.set_description(str(wire))
-                try:
-                    runs.append(run_once(args, wire, repeat, vocab_size))
-                except ServerFailed as error:
-                    print(f"ab_wire: {wire}: {error}", file=sys.stderr)
-                    return 1
-                bar.update()
-    data = collect(args, runs)
-    print(write_report(data, args.out))
+    deadline = Deadline(args.seconds)
+    text = ""
+    with (
+        ExitStack() as servers,
+        tqdm(total=args.repeats * len(args.wires), unit="run") as bar,
+    ):
+        try:
+            kept = _kept_servers(args, servers, vocab_size)
+            for repeat in range(args.repeats):
+                if not deadline.allows_another():
+                    break
+                # Whatever drifts with time meets the wires in turn.
+                for wire in args.wires if repeat % 2 == 0 else reversed(args.wires):
+                    bar.set_description(str(wire))
+                    served = kept.get(wire)
+                    run = served.run(repeat) if served else run_once(args, wire, repeat, vocab_size)
+                    runs.append(run)
+                    bar.update()
+                data = collect(args, runs)
+                text = write_report(data, args.out)
+        except ServerFailed as error:
+            print(f"ab_wire: {error}", file=sys.stderr)
+            return 1
+    print(text)
     failed = sum(item["failed"] for item in data["wires"].values())
     if failed:
         print(f"ab_wire: {failed} requests failed", file=sys.stderr)
     if data["differing_probes"]:
         print(f"ab_wire: outputs differ: {'; '.join(data['differing_probes'])}", file=sys.stderr)
     return 1 if failed or data["differing_probes"] else 0
+
+
+def _kept_servers(
+    args: argparse.Namespace, servers: ExitStack, vocab_size: int
+) -> dict[Wire, _Served]:
+    """One warm server a wire, which ``servers`` stops; none unless that is asked for."""
+    if not args.keep_servers:
+        return {}
+    return {
+        wire: _Served(args, wire, servers.enter_context(_server(args, wire, "kept")), vocab_size)
+        for wire in args.wires
+    }
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -263,6 +347,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", type=int, default=64, help="(default: %(default)s)")
     add("--probes", type=int, default=8, help="prompts compared between wires (default: 8)")
     add("--warmups", type=int, default=16, help="requests before the load (default: 16)")
+    add("--short-output-len", type=int, help="of probes and warm-up (default: --output-len)")
+    add("--keep-servers", action="store_true", help="one server a wire for all repetitions")
+    add("--seconds", type=float, help="leave out repetitions that would end later than this")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
     add("--out", type=Path, default=Path("bench_results/ab_wire"), metavar="DIR")
     add(

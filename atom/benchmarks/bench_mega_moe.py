@@ -12,13 +12,14 @@ Columns: ``quantize`` where it is a step of its own (a quantizing wire's sender 
 ``dispatch`` brings rows to where the experts read them; ``plan`` sorts assignments; ``unpack`` and ``expand`` turn weights
 and operands into bf16 where the GEMM wants that; ``gemm1`` and ``gemm2`` are the projections (one step, ``experts``, on
 CPUs); ``combine`` sums results and brings them back. Stages are timed by kernel on a GPU, where some run side by side.
-``share`` is the rate at which dispatch and quantization move bytes, read and written, over the measured copy bandwidth.
+``share`` is the rate at which dispatch and quantization move bytes, read and written, over the measured copy bandwidth. Records of ranks on GPUs of their own also
+have, with --dispatch-peers, what the links carry, dispatch's share of it (ids and weights included, to other ranks alone), and
+other dispatches of the same tokens. The file is written anew after each record.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 from atom import envs
 from atom.benchmarks.machine import describe_machine
 from atom.benchmarks.mega_moe_layers import geometry, pairs
+from atom.benchmarks.mega_moe_records import complete, save
 from atom.wire.format import AOperand, Wire
 
 STAGES = (
@@ -41,22 +43,6 @@ STAGES = (
     "experts",
     "combine",
 )
-
-
-def complete(records: list[dict[str, Any]]) -> None:
-    """Add ratios to the bf16 wire with the same A operand and batch."""
-    for record in records:
-        for other in records:
-            same = all(record[key] == other[key] for key in ("tokens", "a_operand"))
-            if same and other["wire"] == "bf16":
-                record["total_of_bf16"] = record["total_ms"] / other["total_ms"]
-                record["dispatch_of_bf16"] = _dispatch_ms(record) / _dispatch_ms(other)
-
-
-def _dispatch_ms(record: dict[str, Any]) -> float:
-    return record.get("dispatch_and_quantize_ms") or sum(
-        record["stages"].get(name, 0.0) for name in ("dispatch", "quantize")
-    )
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -99,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="of each rank on CPUs")
     parser.add_argument("--no-peer", action="store_true", help="leave bf16 grouped_mm out")
+    parser.add_argument(
+        "--dispatch-peers",
+        action="store_true",
+        help="of ranks that are processes: what the link carries, and other dispatches of the same tokens",
+    )
     parser.add_argument("--json", type=Path, help="file for the records")
     args = parser.parse_args(argv)
     if not pairs(args):
@@ -134,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.topk}, uniform routing; medians of {args.repeats}, milliseconds\n"
     )
     print(table(records))
-    if args.json is not None:
-        args.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    save(records, args.json)
     return 0
 
 

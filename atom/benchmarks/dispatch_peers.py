@@ -1,6 +1,7 @@
 """The dispatches that others offer for the same job, behind one call: tokens and ids in, time and bytes out.
 
-Both send a row for each (token, expert) pair, so that a token with several experts on a rank goes there several times.
+:func:`all_to_all_ep` and :func:`torchao_a2a` send a row for each (token, expert) pair, so that a token with several experts
+on a rank goes there several times.
 
 Shape suffixes: T tokens of this rank, K topk, H hidden.
 """
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from atom.wire.format import BLOCK
 
 ALL_TO_ALL_EP = "transformers AllToAllEP"
+ALL_TO_ALL_ROWS = "all-to-all of bf16 rows"
 TORCHAO = "torchao to_mxfp8_a2a_dequant"
 
 
@@ -56,6 +58,8 @@ def all_to_all_ep(
     Args:
         group: the expert group. hidden_states: bf16 ``[T, H]``. topk_ids: int64 ``[T, K]``. topk_weights: ``[T, K]``.
         local_experts: of each rank.
+
+    Its device is that of the tensors.
     """
     from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -63,14 +67,43 @@ def all_to_all_ep(
     alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
     dispatcher = AllToAllEP(
         _Experts(local_experts),
-        DeviceMesh.from_group(group, "cpu"),
-        DeviceMesh.from_group(alone, "cpu"),
+        DeviceMesh.from_group(group, hidden_states.device.type),
+        DeviceMesh.from_group(alone, hidden_states.device.type),
     )
     return Peer(
         name=ALL_TO_ALL_EP,
         row_bytes=2 * hidden_states.shape[1],
         dispatch=lambda: dispatcher._dispatch_tokens(hidden_states, topk_ids, topk_weights),
     )
+
+
+def all_to_all_rows(
+    group: dist.ProcessGroup,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    local_experts: int,
+) -> Peer:
+    """The plain exchange of what a bf16 wire carries: each token once to each rank that has one of its experts.
+
+    Rows are gathered and exchanged. Ids and weights are left out, and how many rows come is known beforehand: it is less
+    than a dispatch has to do.
+
+    Args: as :func:`all_to_all_ep`.
+    """
+    ranks = topk_ids // local_experts
+    goes = torch.stack([(ranks == rank).any(1) for rank in range(group.size())])
+    tokens = goes.nonzero()[:, 1]
+    counts = goes.sum(1)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    sent, received = counts.tolist(), theirs.tolist()
+    arrived = hidden_states.new_empty(sum(received), hidden_states.shape[1])
+
+    def dispatch() -> torch.Tensor:
+        dist.all_to_all_single(arrived, hidden_states[tokens], received, sent, group=group)
+        return arrived
+
+    return Peer(name=ALL_TO_ALL_ROWS, row_bytes=2 * hidden_states.shape[1], dispatch=dispatch)
 
 
 def torchao_a2a(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from atom import envs
+from atom.benchmarks import link_limit
+from atom.benchmarks.dispatch_peers import all_to_all_ep, all_to_all_rows
 from atom.benchmarks.grouped_mm_eager import eager_layer
 from atom.benchmarks.mega_moe_layers import geometry, pairs, random_tokens, random_weights
+from atom.benchmarks.mega_moe_records import save
 from atom.moe import distributed
 from atom.moe.distributed import DistributedMegaMoE
 from atom.moe.experts import reorder_rows
@@ -37,7 +38,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     if envs.read("WORLD_SIZE") is not None:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(envs.read("LOCAL_RANK") or 0)
+            torch.cuda.set_device((envs.read("LOCAL_RANK") or 0) % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         return _rank(args)
     with tempfile.TemporaryDirectory(prefix="atom-bench-") as folder:
@@ -63,25 +64,66 @@ def _rank(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     if torch.cuda.is_available() and envs.read("WORLD_SIZE") is not None:
         device = torch.device("cuda", torch.cuda.current_device())
     weights = random_weights(geometry(args, 1, rank), device, rank)
+    prepared: dict[AOperand, ExpertWeights] = {}
     records = []
     with torch.inference_mode():
+        link = _link(args, group, device)
         for tokens in args.tokens:
             shape = geometry(args, tokens, rank)
             inputs = random_tokens(shape, tokens, device, rank)
+            exact = _exact(inputs, weights, shape, group)
             peer = None if args.no_peer else _peer(shape, weights, tokens, device, group)
+            dispatches = _dispatch_peers(args, inputs, shape, group)
             first: dict[AOperand, torch.Tensor] = {}
             for operand, wire in pairs(args):
-                record, out = _one(args, shape, inputs, weights, operand, wire, group)
+                record, out = _one(args, shape, inputs, weights, operand, wire, group, prepared)
                 same = torch.tensor(int(torch.equal(out, first.setdefault(operand, out))))
                 dist.all_reduce(same, dist.ReduceOp.MIN, group=group)
                 record["identical"] = bool(same)
-                record["error"] = _error(inputs, out, weights, shape, group)
+                record["error"] = 0.0 if exact is None else _error(out[:SAMPLE], exact)
                 if peer is not None:
                     record["grouped_mm_ms"] = {"eager": peer}
                     record["of_grouped_mm"] = record["total_ms"] / peer
+                if link is not None:
+                    record |= link
+                    rate = record["sent_bytes"] / shape.ep_size / record["dispatch_ms"] / 1e6
+                    record["dispatch_share_of_link"] = rate / record["link_gb_per_s"]
+                    record["dispatch_peers_ms"] = dispatches
                 records.append(record)
+                if rank == 0:
+                    save(records, args.json)
     dist.destroy_process_group()
     return records if rank == 0 else None
+
+
+def _link(
+    args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float] | None:
+    """What the link carries, where that is asked for."""
+    if not args.dispatch_peers:
+        return None
+    symmetric = args.backend == "symmetric"
+    return {"link_gb_per_s": link_limit.link_gb_per_s(group, device, symmetric=symmetric)}
+
+
+def _dispatch_peers(
+    args: argparse.Namespace,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    shape: MoEGeometry,
+    group: dist.ProcessGroup,
+) -> dict[str, float]:
+    """Milliseconds of other dispatches of the same tokens, where they are asked for and can run."""
+    x, topk_weights, ids = inputs
+    if not args.dispatch_peers or link_limit.shares_gpus(group, x.device):
+        return {}
+    ids = ids.long()
+    found = {}
+    for peer in (
+        all_to_all_rows(group, x, ids, shape.local_experts),
+        all_to_all_ep(group, x, ids, topk_weights, shape.local_experts),
+    ):
+        found[peer.name] = link_limit.host_ms(peer.dispatch, args.repeats, group, x.device)
+    return found
 
 
 def _one(
@@ -92,6 +134,7 @@ def _one(
     operand: AOperand,
     wire: Wire,
     group: dist.ProcessGroup,
+    prepared_for: dict[AOperand, ExpertWeights],
 ) -> tuple[dict[str, Any], torch.Tensor]:
     device = inputs[0].device
     choice = WireChoice(wire=wire, a_operand=operand, wire_found="", a_operand_found="")
@@ -100,17 +143,12 @@ def _one(
     else:
         backend = distributed
     mega = backend.build(shape, RECIPE, choice, group=group, device=device)
-    prepared = mega.prepare(weights)
+    if operand not in prepared_for:
+        prepared_for[operand] = mega.prepare(weights)
+    prepared = prepared_for[operand]
     out = mega(*inputs, prepared)
     counters = mega.counters
     sent, combined = counters.dispatched, counters.combine
-    calls: dict[str, Callable[[], object]] = {"total": partial(mega, *inputs, prepared)}
-    if device.type == "cpu":
-        calls["quantize"] = partial(mx.quantize, inputs[0], operand.wire)
-    calls |= _stages(mega, inputs, prepared)
-    medians = {name: _median(call, args.repeats, group, device) for name, call in calls.items()}
-    total = medians.pop("total")
-    # Quantization is a part of dispatch; what is told apart is how long it takes alone.
     record = {
         "backend": args.backend,
         "transport": mega.built.transport,
@@ -120,14 +158,53 @@ def _one(
         "wire": str(wire),
         "a_operand": str(operand),
         "row_bytes": WireLayout.of(wire, shape.hidden).row_bytes,
-        "stages": medians,
-        "total_ms": total,
-        "dispatch_and_quantize_ms": medians["dispatch"],
         "sent_bytes": _sum(sent, group),
         "combine_bytes": _sum(combined, group),
     }
+    if isinstance(mega, DistributedMegaMoE) or shape.ep_size == 1:
+        record |= _timed_by_host(mega, inputs, prepared, operand, args.repeats, group)
+    else:
+        from atom.benchmarks.mega_moe_symmetric import layer_times
+
+        record |= layer_times(mega, inputs, prepared, args.repeats, group)
+        wait_for_rows = partial(_dispatched, mega, inputs)
+        record["dispatch_host_ms"] = link_limit.host_ms(wait_for_rows, args.repeats, group, device)
+    # A peer may still be writing here.
+    dist.barrier(group=group)
     mega.close()
     return record, out
+
+
+def _dispatched(mega: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    mega.dispatch(*inputs)
+    mega.wait()
+
+
+def _timed_by_host(
+    mega: MegaMoE,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    prepared: ExpertWeights,
+    operand: AOperand,
+    repeats: int,
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """Milliseconds of a layer whose dispatch waits on the host; it contains quantization."""
+    device = inputs[0].device
+    calls: dict[str, Callable[[], object]] = {"total": partial(mega, *inputs, prepared)}
+    if device.type == "cpu":
+        calls["quantize"] = partial(mx.quantize, inputs[0], operand.wire)
+    calls |= _stages(mega, inputs, prepared)
+    medians = {
+        name: link_limit.host_ms(call, repeats, group, device) for name, call in calls.items()
+    }
+    # Quantization is a part of dispatch; what is told apart is how long it takes alone.
+    return {
+        "total_ms": medians.pop("total"),
+        "stages": medians,
+        "dispatch_ms": medians["dispatch"],
+        "dispatch_host_ms": medians["dispatch"],
+        "dispatch_and_quantize_ms": medians["dispatch"],
+    }
 
 
 def _stages(
@@ -152,23 +229,6 @@ def _stages(
     }
 
 
-def _median(
-    call: Callable[[], object], repeats: int, group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """Median over repetitions of the slowest rank's milliseconds; the first two do not count."""
-    times = []
-    for _ in range(repeats + 2):
-        dist.barrier(group=group)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    slowest = torch.tensor(times[2:], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return statistics.median(slowest.tolist())
-
-
 def _sum(value: int, group: dist.ProcessGroup) -> int:
     total = torch.tensor([value])
     dist.all_reduce(total, group=group)
@@ -189,21 +249,24 @@ def _peer(
     x, topk_weights, ids = random_tokens(shape, tokens, device, 0)
     ids = ids % shape.local_experts
     call = partial(eager_layer, x, topk_weights, ids, w1, w2)
-    return _median(call, 5, group, device)
+    return link_limit.host_ms(call, 5, group, device)
 
 
-def _error(
+def _exact(
     inputs: tuple[torch.Tensor, ...],
-    out: torch.Tensor,
     weights: ExpertWeights,
     shape: MoEGeometry,
     group: dist.ProcessGroup,
-) -> float:
-    """‖out - ref‖ / ‖ref‖ on rank 0's first tokens; the reference is float32 with the same weights."""
+) -> torch.Tensor | None:
+    """Rank 0's first tokens in float32 with the same weights; None on other ranks."""
     if group.rank():
-        return 0.0
+        return None
+    device = inputs[0].device
     parts = [weights]
-    parts += [random_weights(shape, out.device, rank) for rank in range(1, shape.ep_size)]
+    parts += [random_weights(shape, device, rank) for rank in range(1, shape.ep_size)]
     sample = [part[:SAMPLE] for part in inputs]
-    wanted = exact_layer(*sample, join_ranks(parts), RECIPE).double()
-    return float((out[:SAMPLE].double() - wanted).norm() / wanted.norm())
+    return exact_layer(*sample, join_ranks(parts), RECIPE).double()
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())

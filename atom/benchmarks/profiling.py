@@ -81,7 +81,13 @@ def profile_ranks(server_pid: int, load: Callable[[], object]) -> str:
 
 STAGES = {
     "experts (quantize, GEMMs)": ("experts.py", "mx.py"),
-    "dispatch and combine": ("moe/distributed.py", "moe/exchange.py", "moe/rows.py"),
+    "dispatch and combine": (
+        "moe/distributed.py",
+        "moe/exchange.py",
+        "moe/few_rows.py",
+        "moe/rows.py",
+    ),
+    "compiled decode step (attention, projections, router)": ("decode_step.py",),
     "attention": ("attention.py",),
     "norms": ("norms.py",),
     "sampling": ("sampling.py",),

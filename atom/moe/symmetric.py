@@ -148,6 +148,8 @@ def build(
         # Nothing is dispatched.
         return SymmetricMegaMoE(geometry, recipe, choice, [0], device)
     layout = ArenaLayout.of(geometry, choice.wire)
+    # Arenas come from the driver, which does not know what torch keeps for itself.
+    torch.cuda.empty_cache()
     refusal = arena_refusal(geometry, choice, layout, torch.cuda.mem_get_info(device)[0])
     refusals: list[str | None] = [None] * group.size()
     dist.all_gather_object(refusals, refusal, group=group)
@@ -166,17 +168,25 @@ def rendezvous(
     Returns:
         This rank's memory (uint8), the addresses here of all ranks' in rank order, and a barrier for the current stream.
     """
-    # Read by the rendezvous. A program that uses NVLink multicast can put GPUs that others share out of service.
+    # All are read by the rendezvous. A program that uses NVLink multicast can put GPUs that others share out of service.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    # From its pool torch may cut two arenas out of one allocation, and a handle knows the allocation's addresses only.
+    os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"
     import torch.distributed._symmetric_memory as symm_mem
 
     memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
     memory.zero_()
     handle = symm_mem.rendezvous(memory, group)
-    # A peer may be zeroing still.
+    addresses = list(handle.buffer_ptrs)
+    starts: list[bool | None] = [None] * group.size()
+    own = addresses[group.rank()] == memory.data_ptr() and not getattr(handle, "offset", 0)
+    dist.all_gather_object(starts, own, group=group)
+    assert all(starts), "an arena that does not start where its allocation does has other addresses"
+    # A peer may be zeroing still, and layers need not run on this stream.
     torch.cuda.synchronize(device)
     handle.barrier()
-    return memory, list(handle.buffer_ptrs), handle.barrier
+    torch.cuda.synchronize(device)
+    return memory, addresses, handle.barrier
 
 
 def arena_refusal(
@@ -279,9 +289,9 @@ class SymmetricMegaMoE:
         if self._geometry.ep_size == 1:
             return self._alone(hidden_states, topk_weights, topk_ids, weights)
         dispatched = self.dispatch(hidden_states, topk_weights, topk_ids)
-        self._wait()
+        self.wait()
         self.experts(dispatched, weights)
-        self._wait()
+        self.wait()
         return self.combine(dispatched)
 
     def dispatch(
@@ -406,8 +416,10 @@ class SymmetricMegaMoE:
         return out
 
     def close(self) -> None:
-        """Free the arena. Calling it twice is harmless."""
+        """Free the arena, and this process's view of the peers'. Calling it twice is harmless."""
         self._arenas = []
+        # The barrier is the handle's, which holds the memory.
+        self._barrier = None
 
     def _alone(
         self,
@@ -433,7 +445,8 @@ class SymmetricMegaMoE:
             size *= extent
         return arena[start : start + size].view(dtype).view(shape)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait, on the current stream, until all ranks have done what they were told before this."""
         if self._barrier is not None:
             self._barrier()
 
