@@ -1,7 +1,8 @@
-"""Decode batches over a paged cache for tests of attention, and plain torch to compare with."""
+"""Batches of prompts, and of decode steps over a paged cache, for tests of attention, and plain torch to compare with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,49 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
         *(t.float().transpose(0, 1) for t in (query, key, value)), attn_mask=mask, enable_gqa=True
     )
     return out.transpose(0, 1)
+
+
+def check_prompts(
+    attention: Callable[..., tuple[torch.Tensor, None]],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    queries: list[int],
+    keys: list[int],
+    device: torch.device,
+    *,
+    atol: float,
+    rtol: float,
+) -> None:
+    """Assert that each request attends to its own keys and to no other's.
+
+    Args:
+        attention: the function under test.
+        heads, kv_heads, size: of the attention.
+        queries: of each request, the last tokens of its ``keys``.
+        device: of all tensors. atol, rtol: how far from :func:`reference` an output may be.
+    """
+    generator = torch.Generator(device).manual_seed(7)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        shape = (tokens, heads, size)
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    query = draw(sum(queries), heads)
+    key, value = draw(sum(keys), kv_heads), draw(sum(keys), kv_heads)
+    starts_q, starts_k = starts(queries, device), starts(keys, device)
+    out, _ = attention(
+        SimpleNamespace(),
+        *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
+        None,
+        cu_seq_lens_q=starts_q,
+        cu_seq_lens_k=starts_k,
+        max_length_q=max(queries),
+    )
+    for i in range(len(queries)):
+        rows, span = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+        expected = reference(query[rows], key[span], value[span])
+        torch.testing.assert_close(out[0, rows].float(), expected, atol=atol, rtol=rtol)
 
 
 class PagedBatch:
@@ -79,8 +123,8 @@ class PagedBatch:
                 for t in (self.query, last(self.keys), last(self.values))
             ),
             None,
-            cu_seq_lens_q=_starts(live, device),
-            cu_seq_lens_k=_starts(self.lengths, device),
+            cu_seq_lens_q=starts(live, device),
+            cu_seq_lens_k=starts(self.lengths, device),
             max_length_q=1,
             block_table=self.table,
             k_cache=self.k_cache,
@@ -113,5 +157,6 @@ class PagedBatch:
         return right and self.k_cache.isnan().sum().item() == self.untouched - written
 
 
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+def starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Where each request's rows start and the last one's end, int32 ``[requests + 1]``."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)

@@ -4,24 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from atom.engine.attention import LONG_QUERY, paged_attention
+from tests.engine.paged import check_prompts, starts
 
 HEADS, KV_HEADS, SIZE = 4, 2, 64
-
-
-def starts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-
-
-def reference(query, key, value):
-    queries, keys = query.shape[0], key.shape[0]
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    out = F.scaled_dot_product_attention(
-        *(t.float().transpose(0, 1) for t in (query, key, value)), attn_mask=mask, enable_gqa=True
-    )
-    return out.transpose(0, 1)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -35,27 +23,9 @@ def reference(query, key, value):
     ids=["decode", "mixed", "long prompt after a cached prefix", "prompt"],
 )
 def test_each_request_attends_to_its_own_keys(queries, keys):
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(tokens, heads):
-        return torch.randn(tokens, heads, SIZE, generator=generator).bfloat16()
-
-    query = draw(sum(queries), HEADS)
-    key, value = draw(sum(keys), KV_HEADS), draw(sum(keys), KV_HEADS)
-    starts_q, starts_k = starts(queries), starts(keys)
-    out, _ = paged_attention(
-        SimpleNamespace(),
-        *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
-        None,
-        cu_seq_lens_q=starts_q,
-        cu_seq_lens_k=starts_k,
-        max_length_q=max(queries),
-    )
-    for i in range(len(queries)):
-        rows, span = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        expected = reference(query[rows], key[span], value[span])
-        # bf16 keeps 8 bits: half a unit in the last place of values up to about 2, and a second rounding inside sdpa.
-        torch.testing.assert_close(out[0, rows].float(), expected, atol=2e-2, rtol=1e-2)
+    # bf16 keeps 8 bits: half a unit in the last place of values up to about 2, and a second rounding inside sdpa.
+    close = {"atol": 2e-2, "rtol": 1e-2}
+    check_prompts(paged_attention, HEADS, KV_HEADS, SIZE, queries, keys, CPU, **close)
 
 
 def test_a_request_does_not_depend_on_its_company():
@@ -71,8 +41,8 @@ def test_a_request_does_not_depend_on_its_company():
             key[: sum(lengths)].transpose(0, 1).unsqueeze(0),
             value[: sum(lengths)].transpose(0, 1).unsqueeze(0),
             None,
-            cu_seq_lens_q=starts([1] * (last - first)),
-            cu_seq_lens_k=starts(lengths),
+            cu_seq_lens_q=starts([1] * (last - first), CPU),
+            cu_seq_lens_k=starts(lengths, CPU),
             max_length_q=1,
         )[0]
 

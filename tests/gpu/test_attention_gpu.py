@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.engine.paged import PAGE, PagedBatch, reference
+from tests.engine.paged import PAGE, PagedBatch, check_prompts
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'atom[gpu]')")
 
@@ -49,29 +47,7 @@ def test_decode_reads_pages_and_writes_the_new_key(device, heads, kv_heads, size
 def test_prompts_attend_to_their_own_keys(device, heads, kv_heads, size, queries, keys):
     from atom.engine.attention_triton import paged_attention
 
-    generator = torch.Generator(device).manual_seed(7)
-
-    def draw(tokens, heads):
-        shape = (tokens, heads, size)
-        return torch.randn(*shape, generator=generator, device=device).bfloat16()
-
-    query = draw(sum(queries), heads)
-    key, value = draw(sum(keys), kv_heads), draw(sum(keys), kv_heads)
-    starts_q, starts_k = (
-        torch.tensor([0, *n], device=device).cumsum(0).to(torch.int32) for n in (queries, keys)
-    )
-    out, _ = paged_attention(
-        SimpleNamespace(),
-        *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
-        None,
-        cu_seq_lens_q=starts_q,
-        cu_seq_lens_k=starts_k,
-        max_length_q=max(queries),
-    )
-    for i in range(len(queries)):
-        rows, span = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        expected = reference(query[rows], key[span], value[span])
-        torch.testing.assert_close(out[0, rows].float(), expected, **CLOSE)
+    check_prompts(paged_attention, heads, kv_heads, size, queries, keys, device, **CLOSE)
 
 
 def test_norms_of_a_model_are_fused_and_the_same(device):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from atom.engine.attention_triton import paged_attention
 from atom.engine.norms_triton import forward_of
 from atom.engine.rotary_triton import rotate
-from tests.engine.paged import PAGE, PagedBatch, reference
+from tests.engine.paged import PAGE, PagedBatch, check_prompts
 
 # The interpreter cuts float32 off where a GPU rounds to bf16: two steps of bf16 for values of about 2.
 CLOSE = {"atol": 3e-2, "rtol": 2e-2}
@@ -40,29 +38,9 @@ def test_decode_reads_pages_and_writes_the_new_key(heads, kv_heads, size, length
 )
 def test_prompts_attend_to_their_own_keys(queries, keys):
     heads, kv_heads, size = 4, 2, 24
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(tokens, heads):
-        return torch.randn(tokens, heads, size, generator=generator).bfloat16()
-
-    query, key, value = (
-        draw(sum(queries), heads),
-        draw(sum(keys), kv_heads),
-        draw(sum(keys), kv_heads),
+    check_prompts(
+        paged_attention, heads, kv_heads, size, queries, keys, torch.device("cpu"), **CLOSE
     )
-    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (queries, keys))
-    out, _ = paged_attention(
-        SimpleNamespace(),
-        *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
-        None,
-        cu_seq_lens_q=starts_q,
-        cu_seq_lens_k=starts_k,
-        max_length_q=max(queries),
-    )
-    for i in range(len(queries)):
-        rows, span = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        expected = reference(query[rows], key[span], value[span])
-        torch.testing.assert_close(out[0, rows].float(), expected, **CLOSE)
 
 
 def test_norm_is_the_modules():
