@@ -2,7 +2,7 @@
 
     scripts/bench_multi_gpu.sh [--ranks N] [--stages correctness layer server] [--seconds 540] [--out DIR]
 
-Stages, each a process of its own with a share of the time that is left:
+Stages, in processes of their own with a share of the time that is left:
 
 - ``correctness``: :mod:`atom.benchmarks.check_ranks`, on symmetric memory and on NCCL.
 - ``layer``: :mod:`atom.benchmarks.bench_mega_moe`, beside what the links carry, an all-to-all of bf16 rows and transformers'
@@ -13,8 +13,8 @@ Ranks are as many as GPUs that torch sees, one process each. With fewer GPUs tha
 first stage, ranks are virtual in the second, and the third is left out; without a GPU, ranks are processes over gloo, and
 sizes small. Figures of such runs are shown and held to no target.
 
-A stage that overruns is killed with all that it started; what it has written counts, and the later stages run. ``DIR`` holds
-``results.json`` and ``report.md``, written anew after each stage, and each stage's log. Exit status: 0; 1 when a check of
+A part of a stage that overruns is killed with all that it started; what it has written counts, and the later ones run. ``DIR``
+holds ``results.json`` and ``report.md``, written anew after each part, and each part's log. Exit status: 0; 1 when a check of
 correctness failed or was not made although it was asked for, or a stage ended with an error; 2 for wrong usage.
 """
 
@@ -33,8 +33,8 @@ import torch
 
 from atom.benchmarks.machine import describe_machine
 from atom.benchmarks.multi_gpu_report import report
-from atom.benchmarks.multi_gpu_stages import FULL, SMALL, Setup, Stage, stages
-from atom.benchmarks.multi_gpu_targets import MISSED, judge
+from atom.benchmarks.multi_gpu_stages import FULL, SMALL, Part, Setup, parts
+from atom.benchmarks.multi_gpu_targets import MISSED, judge, records_of
 from atom.benchmarks.timed_stage import Ran, run_within
 
 STAGES = ("correctness", "layer", "server")
@@ -49,29 +49,30 @@ NO_MULTICAST = {
 """NVLink multicast can put GPUs that others share out of service."""
 
 
-def environment(stage: Stage) -> dict[str, str]:
-    """A stage's environment: this process's without what torchrun or a server reads, and without NVLink multicast."""
+def environment(part: Part) -> dict[str, str]:
+    """A part's environment: this process's without what torchrun or a server reads, and without NVLink multicast."""
     taken = ("MEGA_", "ATOM_", "AITER_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
-    return {**kept, "PYTHONUNBUFFERED": "1", **NO_MULTICAST, **dict(stage.env)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **NO_MULTICAST, **dict(part.env)}
 
 
-def run_stage(stage: Stage, limit: float, out: Path) -> dict[str, Any]:
-    """Run one stage; returns its entry in the results."""
-    if stage.why_not is not None:
-        return {"status": "left out", "why": stage.why_not}
-    log = out / f"{stage.name}.log"
-    command = stage.command(limit)
-    ran = run_within(limit, command, log=log, env=environment(stage))
-    found = stage.result() or {}
+def run_part(part: Part, limit: float, out: Path) -> dict[str, Any]:
+    """Run one command; returns its entry in the results."""
+    entry: dict[str, Any] = {"stage": part.stage}
+    if part.why_not is not None:
+        return entry | {"status": "left out", "why": part.why_not}
+    log = out / f"{part.name}.log"
+    command = part.command(limit)
+    ran = run_within(limit, command, log=log, env=environment(part))
     return {
+        **entry,
         "status": _status(ran),
         "seconds": round(ran.seconds, 1),
         "limit": round(ran.limit, 1),
         "exit_status": ran.exit_status,
         "command": " ".join(command),
         **({} if ran.exit_status == 0 else {"log_end": _end(log)}),
-        **found,
+        **(part.result() or {}),
     }
 
 
@@ -88,10 +89,20 @@ def _end(log: Path, lines: int = 15) -> list[str]:
 def exit_status(results: dict[str, Any], asked: Sequence[str]) -> int:
     """Of the whole run; see the module's text."""
     targets = judge(results)
+    entries = results["parts"].values()
     wrong = any(target.correctness and target.verdict == MISSED for target in targets)
-    failed = any(stage["status"] == "failed" for stage in results["stages"].values())
-    unchecked = "correctness" in asked and results["stages"]["correctness"]["status"] != "done"
-    return int(wrong or failed or unchecked)
+    failed = any(entry["status"] == "failed" for entry in entries)
+    checks = [entry for entry in entries if entry["stage"] == "correctness"]
+    unchecked = any(entry["status"] not in ("done", "left out") for entry in checks)
+    return int(wrong or failed or unchecked or ("correctness" in asked and not checks))
+
+
+def clear(part: Part, out: Path) -> None:
+    """Remove what an earlier run of this part has left, lest it be taken for this one's."""
+    for path in (out / f"{part.name}.log", out / f"{part.name}.json"):
+        path.unlink(missing_ok=True)
+    if part.stage == "server":
+        (out / "server" / "report.json").unlink(missing_ok=True)
 
 
 def write(results: dict[str, Any], out: Path) -> str:
@@ -117,8 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds {args.seconds:g} must be more than {SPARE_S:g}")
     small = args.sizes == "small" or (args.sizes == "auto" and not gpus)
     args.out.mkdir(parents=True, exist_ok=True)
-    for stale in (*args.out.glob("*.json"), *args.out.glob("*.log"), *args.out.glob("server/*")):
-        stale.unlink()
     setup = Setup(
         ranks=ranks,
         gpus=gpus,
@@ -134,15 +143,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ranks_are": setup.ranks_are,
         "sizes": "small" if small else "full",
         "seconds": args.seconds,
-        "stages": {},
+        "parts": {},
     }
-    chosen = [stage for stage in stages(setup) if stage.name in args.stages]
+    chosen = [part for part in parts(setup) if part.stage in args.stages]
+    for part in chosen:
+        clear(part, setup.out)
     text = ""
-    for index, stage in enumerate(chosen):
+    for index, part in enumerate(chosen):
+        if part.instead_of is not None:
+            before = results["parts"][part.instead_of]
+            if before["status"] != "failed" or records_of(before):
+                continue
+        later = sum(other.share for other in chosen[index + 1 :] if other.instead_of is None)
         left = args.seconds - SPARE_S - (time.monotonic() - start)
-        limit = left * stage.share / sum(later.share for later in chosen[index:])
-        print(f"{stage.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        results["stages"][stage.name] = run_stage(stage, limit, setup.out)
+        limit = left * part.share / (part.share + later)
+        print(f"{part.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
+        results["parts"][part.name] = run_part(part, limit, setup.out)
         results["seconds_taken"] = round(time.monotonic() - start, 1)
         text = write(results, setup.out)
     print(text)

@@ -309,7 +309,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     checks = Checks(args, group, device)
     with torch.inference_mode():
-        for name, build in transports(group, device).items():
+        found = transports(group, device)
+        for name in args.transport or found:
+            if name not in found:
+                parser.error(f"--transport {name} does not run here: {', '.join(found)}")
+            build = found[name]
             checks.run(name, build)
             if group.rank() == 0 and args.json is not None:
                 args.json.write_text(json.dumps(checks.records, indent=2) + "\n", encoding="utf-8")
@@ -326,6 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--transport", nargs="+", metavar="NAME", help="(default: all that run here)")
     add("--hidden", type=int, default=7168, help="(default: %(default)s)")
     add("--inter", type=int, default=512, help="(default: %(default)s)")
     add("--experts", type=int, default=64, help="of all ranks (default: %(default)s)")

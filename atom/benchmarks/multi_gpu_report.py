@@ -1,4 +1,4 @@
-"""The report of bench_multi_gpu: its targets in one table, and below it what each stage found."""
+"""The report of bench_multi_gpu: its targets in one table, and below it what each part found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atom.benchmarks import ab_report, bench_mega_moe, check_ranks
-from atom.benchmarks.multi_gpu_targets import Target
+from atom.benchmarks.multi_gpu_targets import Target, records_of
 
 
 def report(results: dict[str, Any], targets: Sequence[Target]) -> str:
@@ -21,23 +21,27 @@ def report(results: dict[str, Any], targets: Sequence[Target]) -> str:
         "|---|---|---|---|",
         *(target.row() for target in targets),
         "",
-        "| stage | state | seconds | limit |",
+        "| part | state | seconds | limit |",
         "|---|---|---|---|",
     ]
-    found = results["stages"]
-    for name, stage in found.items():
-        state = stage["status"] + (f": {stage['why']}" if "why" in stage else "")
+    found = results["parts"]
+    for name, part in found.items():
+        state = part["status"] + (f": {part['why']}" if "why" in part else "")
         lines.append(
-            f"| {name} | {state} | {stage.get('seconds', '–')} | {stage.get('limit', '–')} |"
+            f"| {name} | {state} | {part.get('seconds', '–')} | {part.get('limit', '–')} |"
         )
-    for name, stage in found.items():
-        if "log_end" in stage:
-            lines += ["", f"The end of {name}.log:", "", "```", *stage["log_end"], "```"]
-    lines += _layer(found.get("layer", {}).get("records", []))
-    server = found.get("server", {}).get("report")
-    if server is not None:
-        lines += _server(server)
-    checks = found.get("correctness", {}).get("records", [])
+    for name, part in found.items():
+        if "log_end" in part:
+            lines += ["", f"The end of {name}.log:", "", "```", *part["log_end"], "```"]
+    of = {
+        stage: [r for part in found.values() if part["stage"] == stage for r in records_of(part)]
+        for stage in ("layer", "correctness")
+    }
+    lines += _layer(of["layer"])
+    for part in found.values():
+        if "report" in part:
+            lines += _server(part["report"])
+    checks = of["correctness"]
     if checks:
         lines += ["", "## Correctness", "", check_ranks.table(checks)]
     return "\n".join(lines) + "\n"

@@ -1,11 +1,11 @@
-"""The stages of bench_multi_gpu as commands, and what each left in its folder."""
+"""The stages of bench_multi_gpu as commands, and what each leaves in its folder."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ FULL = Sizes(
     batched_tokens=8192,
 )
 SMALL = Sizes(
-    check="--hidden 96 --inter 64 --experts 16 --topk 4 --tokens 40 --large 400 --sample 16",
+    check="--hidden 96 --inter 64 --experts 16 --topk 4 --tokens 40 --large 16384 --sample 16",
     layer="--hidden 96 --inter 64 --experts 16 --topk 4 --tokens 4096 64 --repeats 1",
     model={
         **QWEN3_30B_A3B,
@@ -108,52 +108,72 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One stage.
+class Part:
+    """One command of a stage.
 
     Attributes:
-        name: on the command line. share: of the time that is left, beside the later stages' shares.
+        stage: on the command line. name: of its entry in the results and of its log.
+        share: of the time that is left, beside the later parts' shares.
         command: its command line, from the seconds that it has. result: what it left, so far; None if nothing.
         why_not: why it cannot run here, or None. env: variables to set.
+        instead_of: the part that must have failed without a result for this one to run.
     """
 
+    stage: str
     name: str
     share: float
     command: Callable[[float], Sequence[str]]
     result: Callable[[], dict[str, Any] | None]
     why_not: str | None = None
     env: tuple[tuple[str, str], ...] = ()
+    instead_of: str | None = None
 
 
-def stages(setup: Setup) -> list[Stage]:
+def parts(setup: Setup) -> list[Part]:
     """All of them, in their order."""
     shares_gpus = setup.ranks_are == VIRTUAL
-    return [
-        Stage(
-            name="correctness",
-            share=2.5,
-            command=lambda _: check_command(setup),
-            result=lambda: _records(setup.out / "correctness.json"),
-            env=((SHARED_GPUS, "1"),) if shares_gpus else (),
-        ),
-        Stage(
-            name="layer",
-            share=3.0,
-            command=lambda _: layer_command(setup),
-            result=lambda: _records(setup.out / "layer.json"),
-        ),
-        Stage(
-            name="server",
-            share=4.5,
-            command=lambda seconds: server_command(setup, seconds),
-            result=lambda: _report(setup),
-            why_not=(
-                f"-tp {setup.ranks} needs as many GPUs, here are {setup.gpus}"
-                if shares_gpus
-                else None
-            ),
-        ),
-    ]
+    alone = f"-tp {setup.ranks} needs as many GPUs, here are {setup.gpus}" if shares_gpus else None
+    layer = Part(
+        stage="layer",
+        name="layer",
+        share=3.0,
+        command=lambda _: layer_command(setup),
+        result=lambda: _records(setup.out / "layer.json"),
+    )
+    server = Part(
+        stage="server",
+        name="server",
+        share=4.5,
+        command=lambda seconds: server_command(setup, seconds),
+        result=lambda: _report(setup),
+        why_not=alone,
+    )
+    if not setup.gpus:
+        return [_check(setup, "gloo", 2.5), layer, server]
+    without_peers = replace(
+        layer,
+        name="layer without peers",
+        share=1.5,
+        command=lambda _: [flag for flag in layer_command(setup) if flag != "--dispatch-peers"],
+        instead_of="layer",
+    )
+    # Processes of their own, so that a transport that hangs or breaks takes nothing from the other.
+    nccl = replace(_check(setup, "nccl", 0.8), why_not=alone and f"NCCL: {alone}")
+    symmetric = _check(setup, "symmetric", 1.7)
+    if shares_gpus:
+        symmetric = replace(symmetric, env=((SHARED_GPUS, "1"),))
+    return [symmetric, nccl, layer, without_peers, server]
+
+
+def _check(setup: Setup, transport: str, share: float) -> Part:
+    path = setup.out / f"correctness-{transport}.json"
+    return Part(
+        stage="correctness",
+        name=f"correctness-{transport}",
+        share=share,
+        command=lambda _: check_command(setup, transport, path),
+        result=lambda: _records(path),
+    )
 
 
 def _torchrun(setup: Setup, module: str) -> list[str]:
@@ -162,10 +182,11 @@ def _torchrun(setup: Setup, module: str) -> list[str]:
     return [*run, "--master-port", str(free_port()), "-m", f"atom.benchmarks.{module}"]
 
 
-def check_command(setup: Setup) -> list[str]:
+def check_command(setup: Setup, transport: str, path: Path) -> list[str]:
     """Correctness of ranks that are processes, on GPUs that they may share."""
-    out = ["--json", str(setup.out / "correctness.json")]
-    return [*_torchrun(setup, "check_ranks"), *setup.sizes.check.split(), *out]
+    command = [*_torchrun(setup, "check_ranks"), *setup.sizes.check.split()]
+    command += ["--device", "cuda" if setup.gpus else "cpu"]
+    return [*command, "--transport", transport, "--json", str(path)]
 
 
 def layer_command(setup: Setup) -> list[str]:

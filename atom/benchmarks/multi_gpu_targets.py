@@ -43,18 +43,23 @@ def judge(results: dict[str, Any]) -> list[Target]:
     """Every target, by the stages' data.
 
     Args:
-        results: as bench_multi_gpu writes them: ``ranks_are``, and under ``stages`` what each gave.
+        results: as bench_multi_gpu writes them: ``ranks_are``, and under ``parts`` what each gave.
     """
-    stages = results["stages"]
-    checks = stages.get("correctness", {}).get("records", [])
-    layers = stages.get("layer", {}).get("records", [])
-    server = stages.get("server", {}).get("report")
+    parts = results["parts"].values()
+    checks = [r for part in parts if part["stage"] == "correctness" for r in records_of(part)]
+    layers = [r for part in parts if part["stage"] == "layer" for r in records_of(part)]
+    server = next((part["report"] for part in parts if "report" in part), None)
     return [
         *_correctness(checks, layers, results["ranks_are"]),
         *_dispatch(layers, results["ranks_are"]),
         *_layer(layers, results["ranks_are"]),
         *_server(server, results["ranks_are"]),
     ]
+
+
+def records_of(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a part measured or checked, one by one."""
+    return part.get("records", [])
 
 
 def _correctness(
