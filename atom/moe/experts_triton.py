@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,35 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from atom.moe import dense_triton, gemm_triton, rows_triton, scaled_triton
 from atom.moe.expert_tiles import Tile, Tiles, Way, choose
 from atom.moe.experts import check_weights, reorder_rows
+from atom.moe.packed_weights import PackedWeights, pack, padded, unpack
 from atom.moe.plan_triton import RoutingPlan, plan_routing
 from atom.moe.spec import Activation, ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
 from atom.wire.format import BLOCK, AOperand
 
-_UNPACK_WORDS = 512
-"""Words of weights that a program unpacks at a time."""
-
 _BESIDE_PER_SM = 3
 """Programs a multiprocessor that unpack weights while others multiply."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Packed:
-    """A layer's weights in the words of :mod:`~atom.moe.gemm_triton`.
-
-    Attributes:
-        words1: int32 ``[E, 2I, HP / 8]``, gate rows first; scales1: uint8 ``[E, 2I, HP / 32]``, raised.
-        words2, scales2: likewise ``[E, H, IP / …]``.
-        lowered1, lowered2: powers of two that the scales lack.
-        bias1: f32 ``[E, 2I]``, gate rows first, or None.
-    """
-
-    words1: torch.Tensor
-    scales1: torch.Tensor
-    lowered1: int
-    words2: torch.Tensor
-    scales2: torch.Tensor
-    lowered2: int
-    bias1: torch.Tensor | None
 
 
 class TritonExperts:
@@ -82,8 +60,8 @@ class TritonExperts:
         self._sms = 1
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._inter_padded = _padded(geometry.inter)
-        self._hidden_padded = _padded(geometry.hidden)
+        self._inter_padded = padded(geometry.inter)
+        self._hidden_padded = padded(geometry.hidden)
         self._activation = {
             "SWIGLU": recipe.activation is Activation.SWIGLU,
             "LIMIT": float(recipe.swiglu_limit),
@@ -103,9 +81,9 @@ class TritonExperts:
         )
         if self._scaled:
             return replace(weights, w1=w1, w1_scale=w1_scale, prepared=bias1)
-        words1, scales1, lowered1 = _pack(w1, w1_scale)
-        words2, scales2, lowered2 = _pack(weights.w2, weights.w2_scale)
-        packed = _Packed(
+        words1, scales1, lowered1 = pack(w1, w1_scale)
+        words2, scales2, lowered2 = pack(weights.w2, weights.w2_scale)
+        packed = PackedWeights(
             words1=words1,
             scales1=scales1,
             lowered1=lowered1,
@@ -299,8 +277,10 @@ class TritonExperts:
                 else (packed.words2, packed.scales2, packed.lowered2)
             )
             # Where a product runs beside it, an unpacking takes little of each multiprocessor.
-            per_sm = None if number == 0 else _BESIDE_PER_SM
-            self._unpack(words, raised, lowered, groups, first, rows, piece, per_sm)
+            programs = None if number == 0 else _BESIDE_PER_SM * self._sms
+            unpack(
+                words, raised, lowered, groups, first, rows, piece, programs=programs, ptx=self._ptx
+            )
             unpacked.append(streams.mark())
             with streams.other(unpacked[-1]):
                 if is_up:
@@ -350,27 +330,6 @@ class TritonExperts:
             H=geometry.hidden,
             HAS_BIAS=self._recipe.bias,
             **shape,
-        )
-
-    def _unpack(self, words, raised, lowered, groups, first, rows, out, per_sm) -> None:
-        """Unpack rows of each group; ``per_sm`` programs a multiprocessor, or None for as many as there is work for."""
-        width, held = out.shape[1], words.shape[2]
-        programs = groups * triton.cdiv(rows * width // 8, _UNPACK_WORDS)
-        if per_sm is not None:
-            programs = min(programs, per_sm * self._sms)
-        gemm_triton.unpack_weights[(programs,)](
-            words,
-            raised,
-            out.view(torch.int32),
-            groups,
-            first,
-            rows,
-            LOWERED=lowered,
-            N=words.shape[0] * words.shape[1] // groups,
-            K=width,
-            KP=held * 8,
-            WORDS=_UNPACK_WORDS,
-            PTX=self._ptx,
         )
 
     def _scaled_way(self, weights, codes, scales, plan, topk, tiles) -> torch.Tensor:
@@ -472,7 +431,7 @@ class TritonExperts:
         experts, rows, _ = words.shape
         out = torch.empty(experts, rows, width, dtype=torch.bfloat16, device=words.device)
         flat = out.view(experts * rows, width)
-        self._unpack(words, scales, lowered, experts, 0, rows, flat, per_sm=None)
+        unpack(words, scales, lowered, experts, 0, rows, flat, programs=None, ptx=self._ptx)
         return out
 
     def _streams(self) -> _Streams:
@@ -522,37 +481,6 @@ def has_scaled_instructions(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
-def _padded(width: int) -> int:
-    return triton.cdiv(width, gemm_triton.PAD) * gemm_triton.PAD
-
-
 def _piece(rows: int, cols: int, pieces: int) -> int:
     """Rows of each of about so many pieces, whole tiles of ``cols``; the last piece may have fewer."""
     return triton.cdiv(triton.cdiv(rows, pieces), cols) * cols
-
-
-def _pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Words, raised scale bytes and the powers of two they lack, from uint8 ``[E, N, K / 2]`` and ``[E, N, K / 32]``."""
-    experts, rows, _ = codes.shape
-    width = scales.shape[2] * BLOCK
-    padded = _padded(width)
-    # A raised scale is a bf16 exponent and ends at 254: scales above 2 are lowered, all by as much.
-    largest = int(torch.where(scales == 0xFF, 0, scales).amax())
-    lowered = max(0, largest - 128)
-    words = torch.empty(experts, rows, padded // 8, dtype=torch.int32, device=codes.device)
-    raised = torch.empty(experts, rows, padded // BLOCK, dtype=torch.uint8, device=codes.device)
-    cols = min(256, triton.next_power_of_2(padded // 8))
-    shape = {"WORDS": cols, "ROWS": 1024 // cols}
-    tiles = triton.cdiv(experts * rows, shape["ROWS"]) * triton.cdiv(padded // 8, cols)
-    gemm_triton.pack_weights[(tiles,)](
-        codes.contiguous().view(torch.int32),
-        scales.contiguous(),
-        words,
-        raised,
-        experts * rows,
-        126 - lowered,
-        K=width,
-        KP=padded,
-        **shape,
-    )
-    return words, raised, lowered
