@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -115,6 +117,22 @@ class _StepManager(ContinuousBatchingManager):
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash=False)
 
 
+def _fill_block_table(
+    cache: PagedAttentionCache,
+    request_id: str,
+    past_length: int,
+    query_length: int,
+    block_table: torch.Tensor,
+) -> None:
+    """The cache's own function for a table in host memory; through torch it takes five times as long."""
+    rows = block_table.numpy()
+    for allocator in cache.cache_allocators.values():
+        blocks = allocator.block_table[request_id]
+        pages = allocator.block_physical_stride // allocator.tokens_per_page
+        rows[allocator.index, : len(blocks)] = blocks
+        rows[allocator.index, : len(blocks)] *= pages
+
+
 class _HostPreparedIOs(ContinuousBatchingIOs):
     """Batches are prepared in pinned host memory and go to the GPU in a few copies.
 
@@ -132,20 +150,8 @@ class _HostPreparedIOs(ContinuousBatchingIOs):
         )
         self._on_device = on_device
         self._copied = torch.cuda.Event()
-        base.cache.fill_block_table = self._fill_block_table
         # The pass runs on the caller's stream, so the copies are in order with it.
         on_device.compute_stream = None
-
-    def _fill_block_table(
-        self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
-    ) -> None:
-        """The cache's own function for a table in host memory; through torch it takes five times as long."""
-        rows = block_table.numpy()
-        for allocator in self.cache.cache_allocators.values():
-            blocks = allocator.block_table[request_id]
-            pages = allocator.block_physical_stride // allocator.tokens_per_page
-            rows[allocator.index, : len(blocks)] = blocks
-            rows[allocator.index, : len(blocks)] *= pages
 
     def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
         self._transfer_inputs(self._on_device, stream=None, non_blocking=True)
@@ -330,6 +336,8 @@ class ContinuousBatcher:
         self._runner = _SamplingRunner(base, self._requests, decode_graphs, self._prepare_ahead)
         self._processor.model_runner = self._runner
         self._cache = self._processor.cache
+        if manager.reads_pages:
+            self._cache.fill_block_table = partial(_fill_block_table, self._cache)
         pad_latents(self._cache, text_config)
         self._scheduler = self._processor.scheduler
         self._share_prefixes_but_for_prompt_logprobs()
