@@ -29,6 +29,9 @@ from atom.engine.decode_kernel import LAYER, decode_layer, head, padded, scratch
 MOST_PRODUCTS = 2**24
 """Products of a matrix, or of a layer's dense matrices, with a batch, over which a library's are taken."""
 
+LEAST_ROWS = 8
+"""Rows that a matrix must allow for to be packed: packing holds a second copy, which a smaller one repays."""
+
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -116,7 +119,9 @@ class _DecodeStep:
         self._lm_head = model.lm_head
         weight = model.lm_head.weight.detach()
         self._vocab = weight.shape[0]
-        self._head_rows = 0 if model.lm_head.bias is not None else MOST_PRODUCTS // weight.numel()
+        self._head_rows = MOST_PRODUCTS // weight.numel()
+        if model.lm_head.bias is not None or self._head_rows < LEAST_ROWS:
+            self._head_rows = 0
         self._packed_head = pack(weight) if self._head_rows else None
         dense = max(_dense_weights(layer) for layer in base.layers)
         self.most_rows = MOST_PRODUCTS // dense
@@ -244,7 +249,7 @@ def _is_layer(layer: nn.Module, width: int) -> bool:
         and weight is not None
         and weight.dtype == torch.bfloat16
         and [name for name, _ in router.named_parameters()] == ["weight"]
-        and _dense_weights(layer) <= MOST_PRODUCTS
+        and _dense_weights(layer) * LEAST_ROWS <= MOST_PRODUCTS
     )
 
 

@@ -172,7 +172,7 @@ def dense_weights() -> int:
 
 @torch.inference_mode()
 def test_prompts_and_large_batches_take_the_models_own_way(monkeypatch):
-    monkeypatch.setattr(decode_step, "MOST_PRODUCTS", 5 * dense_weights())
+    monkeypatch.setattr(decode_step, "MOST_PRODUCTS", 9 * dense_weights())
     model = built(*QWEN3)
     rows = []
     kernel = decode_step.decode_layer
@@ -181,9 +181,9 @@ def test_prompts_and_large_batches_take_the_models_own_way(monkeypatch):
     )
     assert use_decode_step(model)
     rows.clear()
-    for count in (5, 6):
+    for count in (9, 10):
         step(model, model.forward, [20] * count)
-    assert rows == [5, 5]
+    assert rows == [9, 9]
     lengths = torch.tensor([0, 4], dtype=torch.int32)
     prompt = model.forward(
         input_ids=torch.arange(4)[None],
@@ -195,7 +195,7 @@ def test_prompts_and_large_batches_take_the_models_own_way(monkeypatch):
         max_length_q=4,
     )
     assert prompt.logits.shape == (1, 4, SIZES["vocab_size"])
-    assert rows == [5, 5]
+    assert rows == [9, 9]
 
 
 @torch.inference_mode()
@@ -248,8 +248,11 @@ def test_a_layer_that_looks_alike_but_differs_is_found_out():
 
 
 def test_large_matrices_are_left_to_the_library(monkeypatch):
-    monkeypatch.setattr(decode_step, "MOST_PRODUCTS", dense_weights() - 1)
+    enough = decode_step.LEAST_ROWS * dense_weights()
+    monkeypatch.setattr(decode_step, "MOST_PRODUCTS", enough - 1)
     assert not use_decode_step(built(*QWEN3))
+    monkeypatch.setattr(decode_step, "MOST_PRODUCTS", enough)
+    assert use_decode_step(built(*QWEN3))
 
 
 @torch.inference_mode()
