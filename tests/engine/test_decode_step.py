@@ -129,6 +129,14 @@ TAKEN = {
         Qwen3MoeConfig(**SIZES, norm_topk_prob=True, attention_bias=True),
     ),
     "heads not normed": (MixtralForCausalLM, MixtralConfig(**SIZES)),
+    "a vocabulary too large to pack": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES | dict(vocab_size=30000)),
+    ),
+    "a vocabulary that fills no tile": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES | dict(vocab_size=61), tie_word_embeddings=True),
+    ),
     "sizes that fill no tile": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(
