@@ -2,39 +2,30 @@
 
 transformers schedules, pages the KV cache, shares prefixes and prepares the tensors; its own loop, threads, queues and
 sampling are left out, since ranks must step together (:mod:`atom.engine.lockstep`) and each request samples from its
-own seed. This module and :mod:`atom.moe.expert_parallel` are the only ones that touch transformers' semi-private doors.
-
-Shape suffixes: Q query tokens of the batch, N requests with a new token, V vocabulary.
+own seed (:mod:`atom.engine.step_runner`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from atom.engine import attention
+from atom.engine.batch_inputs import HostPreparedIOs, fill_block_table
 from atom.engine.cuda_graphs import DecodeGraphs
 from atom.engine.decode_step import use_decode_step
 from atom.engine.paged_cache import pad_latents, sized_for_latents
 from atom.engine.protocol import RankStats, SamplingParams, TokenLogprob, TokenOutput
-from atom.engine.sampling import RequestSampler, choose, token_logprobs
+from atom.engine.sampling import RequestSampler
+from atom.engine.step_runner import Request, SamplingRunner
 
 PAGE_TOKENS = 32
 """Tokens of one page of the KV cache; prefixes are shared in whole pages."""
@@ -72,26 +63,6 @@ class BatchLimits:
             )
 
 
-@dataclass
-class _Request:
-    """What this module keeps of a request beside transformers' own state."""
-
-    sampler: RequestSampler
-    prompt_ids: list[int]
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of prompt tokens are still to be gathered."""
-        return self.sampler.params.prompt_logprobs and len(self.prompt_logprobs) < len(
-            self.prompt_ids
-        )
-
-
-_GONE = _Request(RequestSampler(SamplingParams(max_tokens=1, temperature=0)), [])
-"""Stands for a request that ended after its next step was scheduled."""
-
-
 def _use_paged_attention(model: nn.Module) -> bool:
     """Give the model the attention of its device that reads pages, where it fits; returns whether it was given."""
     if model.device.type == "cuda":
@@ -115,159 +86,6 @@ class _StepManager(ContinuousBatchingManager):
         self.reads_pages = _use_paged_attention(model)
         if not self.reads_pages:
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash=False)
-
-
-def _fill_block_table(
-    cache: PagedAttentionCache,
-    request_id: str,
-    past_length: int,
-    query_length: int,
-    block_table: torch.Tensor,
-) -> None:
-    """The cache's own function for a table in host memory; through torch it takes five times as long."""
-    rows = block_table.numpy()
-    for allocator in cache.cache_allocators.values():
-        blocks = allocator.block_table[request_id]
-        pages = allocator.block_physical_stride // allocator.tokens_per_page
-        rows[allocator.index, : len(blocks)] = blocks
-        rows[allocator.index, : len(blocks)] *= pages
-
-
-class _HostPreparedIOs(ContinuousBatchingIOs):
-    """Batches are prepared in pinned host memory and go to the GPU in a few copies.
-
-    transformers prepares synchronous batches on the GPU itself: a copy a tensor, and on decode steps one a request.
-    """
-
-    def __init__(self, on_device: ContinuousBatchingIOs, base: ModelRunner) -> None:
-        super().__init__(
-            cache=base.cache,
-            config=on_device.config,
-            continuous_batching_config=base.cb_config,
-            device=torch.device("cpu"),
-            model_dtype=on_device.model_dtype,
-            logit_processor=base.logit_processor,
-        )
-        self._on_device = on_device
-        self._copied = torch.cuda.Event()
-        # The pass runs on the caller's stream, so the copies are in order with it.
-        on_device.compute_stream = None
-
-    def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:
-        self._transfer_inputs(self._on_device, stream=None, non_blocking=True)
-        self._copied.record()
-        return self._on_device.get_model_kwargs(use_padding)
-
-    def retrieve_device_outputs(self) -> None:
-        # The next batch is written into the memory that was copied from.
-        self._copied.synchronize()
-
-    def get_cb_kwargs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._on_device.get_cb_kwargs()
-
-
-class _SamplingRunner(ModelRunner):
-    """Runs the model and samples each request from its own parameters.
-
-    Attributes:
-        tokens: chosen by the last step, one for each request that got one. logprobs: likewise, None where not wanted.
-    """
-
-    def __init__(
-        self,
-        base: ModelRunner,
-        requests: dict[str, _Request],
-        graphs: DecodeGraphs | None,
-        while_running: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            base: whose parts this one takes over.
-            requests: the batcher's, by id.
-            graphs: run decode batches; None runs them eagerly.
-            while_running: called when a decode batch was launched and its result is not waited for yet.
-        """
-        super().__init__(
-            logit_processor=base.logit_processor,
-            cb_config=base.cb_config,
-            inputs_and_outputs=base.inputs_and_outputs,
-            cache=base.cache,
-            do_sample=False,
-            return_logprobs=False,
-        )
-        self._requests = requests
-        self._graphs = graphs
-        self.while_running = while_running
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob | None] = []
-
-    def maybe_pad_inputs(
-        self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool
-    ) -> tuple[int, int]:
-        """Decode batches are padded to a size that is, or will be, captured."""
-        self.pad_inputs = self._graphs is not None and use_decode_fast_path
-        if self.pad_inputs:
-            return self._graphs.padded(num_q_tokens), 0
-        return num_q_tokens, max_kv_read
-
-    def supports_logits_to_keep(self, model: nn.Module) -> bool:
-        """Prompt log probabilities need the logits of every query token."""
-        requests = (self._requests.get(s.state.request_id, _GONE) for s in self._batch)
-        if any(request.wants_prompt_logprobs for request in requests):
-            return False
-        return super().supports_logits_to_keep(model)
-
-    @property
-    def _batch(self) -> list[FutureRequestState]:
-        return self.inputs_and_outputs.requests_in_batch
-
-    def _forward_process_and_sample(
-        self,
-        model: nn.Module,
-        batch_data: dict,
-        carry_over_ids: torch.Tensor,
-        prev_output_ids: torch.Tensor,
-        output_ids: torch.Tensor,
-    ) -> None:
-        samplers = [
-            self._requests.get(s.state.request_id, _GONE).sampler
-            for s in self._batch
-            if s.has_new_token
-        ]
-        count = len(samplers)
-        likeliest = None
-        if self.pad_inputs and "logits_to_keep" in batch_data:
-            logits, tokens_N = self._graphs.run(model, batch_data)
-            self.while_running()
-            likeliest = tokens_N[:count].tolist()
-        else:
-            logits = model(**batch_data).logits[0]
-        if logits.device.type == "cpu":
-            logits = logits.float()
-        if "logits_to_keep" in batch_data:
-            logits_NV = logits[:count]
-        else:
-            self._gather_prompt_logprobs(logits)
-            logits_NV = logits[batch_data["logits_indices"][:count]]
-        self.tokens = choose(logits_NV, samplers, likeliest)
-        wanted = [s.params.logprobs for s in samplers]
-        self.logprobs = token_logprobs(logits_NV, self.tokens, wanted)
-
-    def _gather_prompt_logprobs(self, logits_QV: torch.Tensor) -> None:
-        start = 0
-        for scheduled in self._batch:
-            length = scheduled.query_length
-            request = self._requests[scheduled.state.request_id]
-            if request.wants_prompt_logprobs:
-                if not request.prompt_logprobs:
-                    request.prompt_logprobs.append(None)
-                # Row i of the logits predicts the prompt token after it; the last row predicts a new token.
-                position = len(request.prompt_logprobs)
-                targets = request.prompt_ids[position : position + length]
-                rows = logits_QV[start : start + len(targets)]
-                counts: list[int | None] = [request.sampler.params.logprobs or 0] * len(targets)
-                request.prompt_logprobs += token_logprobs(rows, targets, counts)
-            start += length
 
 
 class ContinuousBatcher:
@@ -296,7 +114,7 @@ class ContinuousBatcher:
         self.model = model
         self.limits = limits
         self.eos_token_ids = list(eos_token_ids)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._cancelled: list[TokenOutput] = []
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
@@ -325,7 +143,7 @@ class ContinuousBatcher:
         base = self._processor.model_runner
         decode_graphs = None
         if manager.reads_pages and model.device.type == "cuda":
-            inputs = _HostPreparedIOs(self._processor.inputs_and_outputs, base)
+            inputs = HostPreparedIOs(self._processor.inputs_and_outputs, base)
             self._processor.inputs_and_outputs = base.inputs_and_outputs = inputs
             if graphs:
                 decode_graphs = DecodeGraphs(
@@ -333,11 +151,11 @@ class ContinuousBatcher:
                 )
         self._graphs = decode_graphs
         self._ahead = False
-        self._runner = _SamplingRunner(base, self._requests, decode_graphs, self._prepare_ahead)
+        self._runner = SamplingRunner(base, self._requests, decode_graphs, self._prepare_ahead)
         self._processor.model_runner = self._runner
         self._cache = self._processor.cache
         if manager.reads_pages:
-            self._cache.fill_block_table = partial(_fill_block_table, self._cache)
+            self._cache.fill_block_table = partial(fill_block_table, self._cache)
         pad_latents(self._cache, text_config)
         self._scheduler = self._processor.scheduler
         self._share_prefixes_but_for_prompt_logprobs()
@@ -368,7 +186,7 @@ class ContinuousBatcher:
         ends = set(params.stop_token_ids) | (
             set() if params.ignore_eos else set(self.eos_token_ids)
         )
-        self._requests[request_id] = _Request(RequestSampler(params), prompt_ids)
+        self._requests[request_id] = Request(RequestSampler(params), prompt_ids)
         self._scheduler.add_waiting_request(
             RequestState(
                 request_id=request_id,
