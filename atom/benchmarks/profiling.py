@@ -92,7 +92,7 @@ STAGES = {
     "norms": ("norms.py",),
     "sampling": ("sampling.py",),
     "other modules of the model": ("modeling_", "torch/nn/modules"),
-    "scheduling and batching": ("continuous_batching", "batching.py"),
+    "scheduling and batching": ("continuous_batching", "batching.py", "step_runner.py"),
     "lockstep, messages, waiting": ("lockstep.py", "worker.py"),
 }
 """The innermost frame whose file matches names the stage; the first match in this order wins within a frame."""
