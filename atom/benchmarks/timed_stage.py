@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+KILL_WAIT_S = 5.0
+"""How long a killed process may take to go: its kernels on a GPU are ended first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
@@ -62,8 +65,12 @@ def run_within(
 
 
 def kill_tree(pid: int) -> None:
-    """End a process that this one started and all that descends from it, at once; one that is over is no error."""
+    """End a process that this one started and all that descends from it; one that is over is no error.
+
+    Returns when all are gone, with what they held of a GPU's memory; at the latest after KILL_WAIT_S.
+    """
     tree = [psutil.Process(pid)]
+    killed = []
     while tree:
         process = tree.pop(0)
         try:
@@ -73,3 +80,5 @@ def kill_tree(pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+        killed.append(process)
+    psutil.wait_procs(killed, timeout=KILL_WAIT_S)

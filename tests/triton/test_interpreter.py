@@ -1,4 +1,4 @@
-"""Runs interpreted_cases.py and interpreted_attention.py in a process in which Triton interprets kernels."""
+"""Runs the files interpreted_*.py in a process in which Triton interprets kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["interpreted_cases.py", "interpreted_attention.py"])
+@pytest.mark.parametrize(
+    "name", ["interpreted_cases.py", "interpreted_attention.py", "interpreted_ranks.py"]
+)
 def test_kernels_under_the_interpreter(name):
     cases = Path(__file__).with_name(name)
     done = subprocess.run(
