@@ -102,6 +102,7 @@ class Checks:
         )
         # Drawn on the CPU, so that GPUs and CPUs hold the same.
         self._cpu_weights = random_weights(self._shape, CPU, group.rank())
+        self._cpu_prepared: dict[AOperand, ExpertWeights] = {}
         self._weights = _moved(self._cpu_weights, device)
         self.records: list[dict[str, Any]] = []
 
@@ -163,7 +164,9 @@ class Checks:
             everyone = join_ranks([random_weights(shape, CPU, rank) for rank in ranks])
             return quantized_layer(*sample, everyone, shape, RECIPE, operand)
         backend = distributed.build(self._shape, RECIPE, choice, group=self.group, device=CPU)
-        out = backend(*sample, backend.prepare(self._cpu_weights))
+        if operand not in self._cpu_prepared:
+            self._cpu_prepared[operand] = backend.prepare(self._cpu_weights)
+        out = backend(*sample, self._cpu_prepared[operand])
         dist.barrier(group=self.group)
         backend.close()
         return out

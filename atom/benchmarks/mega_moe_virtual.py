@@ -11,6 +11,7 @@ import torch
 
 from atom.benchmarks import gpu_timing, grouped_mm_eager, grouped_mm_peer
 from atom.benchmarks.mega_moe_layers import geometry, pairs, random_tokens, random_weights
+from atom.benchmarks.mega_moe_records import save
 from atom.moe.experts_triton import TritonExperts
 from atom.moe.reference import exact_layer, join_ranks
 from atom.moe.spec import ExpertRecipe, ExpertWeights, GateMode, MoEGeometry
@@ -83,6 +84,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 record |= {"grouped_mm_ms": peer}
                 record["of_grouped_mm"] = record["total_ms"] / shape.ep_size / peer["fused"]
             records.append(record)
+            save(records, args.json)
             del outputs, wanted
         del first
         torch.cuda.empty_cache()

@@ -293,6 +293,15 @@ def _sized_to_gpu(limits: BatchLimits, model: PreTrainedModel) -> BatchLimits:
     return replace(limits, kv_tokens=kv_tokens)
 
 
+def _least_of_all(limits: BatchLimits, group: dist.ProcessGroup | None) -> BatchLimits:
+    """The limits with the smallest KV cache of any rank: in the warm-up all ranks make the same steps."""
+    if group is None:
+        return limits
+    least = torch.tensor([limits.kv_tokens])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return replace(limits, kv_tokens=int(least))
+
+
 class _Counters:
     """The wire's byte counters, summed over this rank's MegaMoE instances.
 
@@ -357,7 +366,7 @@ def _build(config: WorkerConfig, store: dist.Store, channel: ZmqChannel) -> Lock
         use_fused_rotary(model)
     _wait_until_all_loaded(config, store)
     eos = loading.eos_token_ids(plan.path, plan.model_config)
-    limits = _sized_to_gpu(plan.limits, model)
+    limits = _least_of_all(_sized_to_gpu(plan.limits, model), groups.control)
     # Between ranks a layer's exchange is not captured: what a rank waits for depends on the others.
     alone = config.world_size == 1 and plan.device.type == "cuda"
     batcher = ContinuousBatcher(model, limits, eos, graphs=alone and not config.enforce_eager)
