@@ -97,25 +97,24 @@ def test_figures_of_other_links_meet_no_target(whole):
     assert ratio == f"{UNMEASURED} (processes on CPUs)"
 
 
-def wrong_on_its_own_wire(rank: int) -> list[dict[str, object]]:
+def wrong_on_rank_1(rank: int, on_both_wires: bool) -> list[dict[str, object]]:
+    """Records of a backend that returns one wrong row on rank 1, on a quantizing wire or on both."""
     group = dist.group.WORLD
     args = check_ranks._parser().parse_args(SMALL.check.split())
     args.large = 8
 
     def build(shape, choice):
         mega = distributed.build(shape, check_ranks.RECIPE, choice, group=group, device=CPU)
-        if rank == 1 and choice.wire.quantizing:
+        mega._few = None
+        if rank == 1 and (on_both_wires or choice.wire.quantizing):
             combine = mega.combine
 
             def wrong(results, handle):
                 out = combine(results, handle)
-                out[-1:, 0] += 1
+                out[:1] += 1
                 return out
 
             mega.combine = wrong
-            mega._few = None
-        elif choice.wire.quantizing:
-            mega._few = None
         return mega
 
     checks = check_ranks.Checks(args, group, CPU)
@@ -123,10 +122,13 @@ def wrong_on_its_own_wire(rank: int) -> list[dict[str, object]]:
     return checks.records
 
 
-def test_a_wrong_element_on_one_rank_is_found():
-    """One element of rank 1's last token is off on a quantizing wire; where it has no token nothing is."""
-    records = run_ranks(2, wrong_on_its_own_wire, timeout=100)[0]
-    assert records and not any(r["identical"] or r["passed"] for r in records)
+@pytest.mark.parametrize("on_both_wires", [False, True])
+def test_a_wrong_row_on_one_rank_is_found(on_both_wires):
+    """By the other wire, or by the reference where the wires agree."""
+    records = run_ranks(2, wrong_on_rank_1, on_both_wires, timeout=100)[0]
+    assert len(records) == 2 * len(check_ranks.CASES)
+    assert not any(r["passed"] for r in records)
+    assert all(r["identical"] == on_both_wires for r in records)
     results = {
         "ranks_are": "processes on CPUs",
         "parts": {"c": {"stage": "correctness", "status": "done", "records": records}},
