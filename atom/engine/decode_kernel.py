@@ -33,6 +33,7 @@ LAYER = np.dtype(
             "experts",
             "topk",
             "renormalize",
+            "round_weights",
             "norm1",
             "qkv",
             "qkv_bias",
@@ -48,7 +49,8 @@ LAYER = np.dtype(
     align=True,
 )
 """A layer's sizes and addresses. Norms and biases are bf16 vectors, 0 for none; matrices are packed by
-:func:`atom.engine.decode_gemm.pack`. ``renormalize``: whether the chosen experts' weights are made to sum to one."""
+:func:`atom.engine.decode_gemm.pack`. ``renormalize``: whether the chosen experts' weights are made to sum to one. ``round_weights``: whether the
+router gives them in bf16."""
 
 _helper = njit(nogil=True, error_model="numpy")
 
@@ -129,7 +131,7 @@ def decode_layer(
         residual: bf16 ``[R, C]`` out, the hidden states after attention.
         normed: bf16 ``[R, C]`` out, the same normalized: the experts' input.
         ids: int32 ``[R, K]`` out, the chosen experts, most likely first.
-        weights: float32 ``[R, K]`` out, their weights, rounded to bf16.
+        weights: float32 ``[R, K]`` out, their weights.
         scratch: float32, ``rows`` times :func:`scratch_floats`.
     """
     layer = layers[0]
@@ -339,4 +341,4 @@ def _choose_experts(
         logits_E[best] = np.float32(-1)
     for k in range(layer.topk):
         weight = weights_K[k] / chosen if layer.renormalize else weights_K[k]
-        weights_K[k] = _rounded(weight)
+        weights_K[k] = _rounded(weight) if layer.round_weights else weight

@@ -304,7 +304,7 @@ def _no_exchange(experts: nn.Module, noted: list[torch.Tensor]) -> Iterator[None
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        noted.append(top_k_weights.to(torch.float32, copy=True))
+        noted.append(top_k_weights.clone())
         return hidden_states * top_k_weights.sum(dim=-1, keepdim=True).to(hidden_states.dtype)
 
     own = vars(experts).get("forward")
@@ -328,6 +328,10 @@ def _gives_the_same(model: PreTrainedModel, step: _DecodeStep) -> bool:
             noted.clear()
             cache = _ProbeCache(step._layers)
             logits = run(**cache.arguments)
+            if not results:
+                # Some routers give bf16, others keep float32.
+                for layer, weights in zip(step._layers, noted, strict=False):
+                    layer.numbers["round_weights"] = weights.dtype == torch.bfloat16
             pages = [tensor for pair in cache.pages.values() for tensor in pair]
             results.append([logits.clone(), *pages, *noted])
     own, ours = results
