@@ -201,7 +201,7 @@ def test_a_stage_that_overruns_leaves_the_later_ones_their_time(monkeypatch, tmp
     seen = tmp_path / "out" / "results.json"
     later = f"import json; assert json.load(open({str(seen)!r}))['parts']['slow']['seconds'] > 1"
     listed = [scripted("slow", "import time; time.sleep(60)"), scripted("later", later)]
-    status, results = run_scripted(monkeypatch, tmp_path, listed, "--seconds", "12")
+    status, results = run_scripted(monkeypatch, tmp_path, listed, "--seconds", "19")
     assert status == 1, "the checks of correctness were asked for and not made"
     assert results["parts"]["slow"]["status"] == "killed at its limit"
     assert results["parts"]["later"]["status"] == "done"
