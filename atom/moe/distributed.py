@@ -295,6 +295,7 @@ class DistributedMegaMoE:
 
     def close(self) -> None:
         """Free the buffers. The group is its owner's."""
+        self._few = None
         for buffer in self._buffers:
             buffer.free()
         if self._exchange is not None:

@@ -99,24 +99,22 @@ class FewRows:
         """Run a layer; tensors as :meth:`atom.moe.mega_moe.MegaMoE.__call__` takes them, contiguous.
 
         Returns:
-            None where this rank's rows do not fit: nothing was sent.
+            None where this rank's tokens might not fit into messages: nothing was sent.
 
         Raises:
             ValueError: an id is no expert's. RuntimeError: a peer is gone or late.
         """
         tokens = hidden_states.shape[0]
+        if tokens > self._exchange.fit:
+            return None
         if tokens > self._tokens:
-            self._reserve(max(tokens, 2 * self._tokens))
+            self._reserve(min(max(tokens, 2 * self._tokens), self._exchange.fit))
         parts = (topk_ids.data_ptr(), hidden_states.data_ptr(), topk_weights.data_ptr(), tokens)
         slots, counts = self._slots, self._counts
         arrived = self._arrived.data_ptr()
-        bad = kernel.plan_few(
-            self._shape, *parts, self._exchange.fit, slots, counts, self._starts, arrived
-        )
+        bad = kernel.plan_few(self._shape, *parts, slots, counts, self._starts, arrived)
         if bad >= 0:
             check_ids(topk_ids, self._geometry)
-        if bad != -1:
-            return None
         wait = self._mailboxes.begin()
         outgoing = self._mailboxes.outgoing
         self._mailboxes.until_done(

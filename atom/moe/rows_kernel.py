@@ -163,19 +163,12 @@ def _add(row, slots, tokens, parts, out):
 
 
 @_kernel
-def plan_few(rows, ids, hidden_states, weights, tokens, fit, slots, counts, starts, own):
-    """:func:`plan_rows`, and this rank's own rows to address ``own``.
-
-    Returns:
-        As plan_rows; -2 where more than ``fit`` rows go to one other rank, and nothing was written.
-    """
+def plan_few(rows, ids, hidden_states, weights, tokens, slots, counts, starts, own):
+    """:func:`plan_rows`, and this rank's own rows to address ``own``."""
     row = rows[0]
     bad = _plan(row, ids, tokens, slots, counts, starts)
     if bad >= 0:
         return bad
-    for r in range(row.ranks):
-        if r != row.rank and counts[r] > fit:
-            return -2
     for t in range(tokens):
         if slots[t, row.rank] >= 0:
             _write_row(row, t, hidden_states, ids, weights, own + slots[t, row.rank] * row.bytes)
