@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from atom.engine.attention import NAME
 from atom.engine.decode_gemm import pack
 from atom.engine.decode_kernel import LAYER, decode_layer, head, padded, scratch_floats
+
+logger = logging.getLogger(__name__)
 
 MOST_PRODUCTS = 2**24
 """Products of a matrix, or of a layer's dense matrices, with a batch, over which a library's are taken."""
@@ -196,18 +199,20 @@ class _DecodeStep:
     def _find_pages(self, cache: Any, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The requests' pages, int32 ``[R, P]``, and the running sum of their lengths; notes where layers' pages lie."""
         # With a block table the cache's update changes nothing: it only says where a layer's pages are.
+        found = dict(kwargs)
+        cache.update(None, None, self._layers[0].index, kwargs=found)
+        pages, starts_k = found["block_table"], found["cu_seq_lens_k"]
         if cache is not self._cache:
             for layer in self._layers:
                 found = dict(kwargs)
                 cache.update(None, None, layer.index, kwargs=found)
                 keys, values = found["k_cache"], found["v_cache"]
+                assert keys.is_contiguous() and values.is_contiguous()
+                assert found["block_table"].data_ptr() == pages.data_ptr(), "layers of one kind"
                 layer.pages = (keys.data_ptr(), values.data_ptr())
                 self._page_shape = (keys.shape[0] * keys.shape[1], keys.shape[1])
             self._cache = cache
-        # Plain causal layers are one group of the cache, with one table.
-        found = dict(kwargs)
-        cache.update(None, None, self._layers[0].index, kwargs=found)
-        return found["block_table"], found["cu_seq_lens_k"]
+        return pages, starts_k
 
 
 def _dense_weights(layer: nn.Module) -> int:
@@ -369,7 +374,12 @@ def use_decode_step(model: PreTrainedModel) -> bool:
     if not _is_model(model):
         return False
     step = _DecodeStep(model)
-    taken = _gives_the_same(model, step)
+    try:
+        taken = _gives_the_same(model, step)
+    except Exception as error:
+        # Whatever a forward wants beside what the trial gives it: such a model serves as it is.
+        logger.info("decode steps take the model's own forward: its trial ended with %r", error)
+        return False
     if taken:
         model.forward = _forward(model.forward, step)
     return taken

@@ -267,6 +267,21 @@ def test_a_layer_that_looks_alike_but_differs_is_found_out():
     assert "forward" not in vars(experts), "the trial left something behind"
 
 
+def test_a_model_that_wants_more_than_a_trial_gives_serves_as_it_is(caplog):
+    model = built(*QWEN3)
+
+    class Demanding(type(model.base_model.layers[0])):
+        def forward(self, *args, **kwargs):
+            raise KeyError("what it wants")
+
+    model.base_model.layers[0].__class__ = Demanding
+    with caplog.at_level("INFO"):
+        assert not use_decode_step(model)
+    assert "what it wants" in caplog.text
+    assert "forward" not in vars(model)
+    assert all("forward" not in vars(layer.mlp.experts) for layer in model.base_model.layers)
+
+
 def test_large_matrices_are_left_to_the_library(monkeypatch):
     enough = decode_step.LEAST_ROWS * dense_weights()
     monkeypatch.setattr(decode_step, "MOST_PRODUCTS", enough - 1)
