@@ -119,7 +119,9 @@ def test_kill_ends_what_a_rank_started_too(tmp_path: Path) -> None:
 )
 def test_ranks_end_with_their_parent(how: str, busy: str) -> None:
     """The parent is a process of its own; the ranks it started, waiting or computing, are gone soon after it is."""
-    rank = f"from atom.engine.bootstrap import *; import time; read_config(); print(os.getpid(), flush=True); {busy}"
+    # In one write, as both ranks have the same pipe: print makes two where output is not buffered.
+    say = "os.write(1, b'%d\\n' % os.getpid())"
+    rank = f"from atom.engine.bootstrap import *; import time; read_config(); {say}; {busy}"
     parent = (
         "import os, sys, time, tests.server.test_launch as t;"
         f"p = t.RankProcesses(lambda r, s: None, [sys.executable, '-c', {rank!r}]);"
